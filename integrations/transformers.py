@@ -1,0 +1,123 @@
+"""transformers: load a compressed-tensors checkpoint into packed QuantLinear modules through transformers' own loader.
+
+The loader's renaming, splitting, tying, buffers and device maps are transformers'; torchq takes part as a quantizer
+under the method
+name ``"torchq"`` (``"compressed-tensors"`` belongs to transformers' own, which decompresses). Registered when imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from torchq.checkpoint.schema import ParsedConfig
+from torchq.linear import QuantLinear, buffer_specs
+from torchq.matching import class_names, is_conv1d
+from torchq.quantize import set_module
+
+METHOD = "torchq"
+
+
+@register_quantization_config(METHOD)
+class PackedLoadConfig(QuantizationConfigMixin):
+    """What the loader needs to know of a checkpoint: schemes by checkpoint name, and what each file holds.
+
+    Args:
+        parsed: The checkpoint's ``quantization_config``.
+        header: Checkpoint tensor name -> (shape, dtype).
+        quant_method: Always ``"torchq"``.
+    """
+
+    def __init__(
+        self, parsed: ParsedConfig, header: dict[str, tuple[tuple[int, ...], torch.dtype]], quant_method: str = METHOD
+    ) -> None:
+        self.quant_method = quant_method
+        self.parsed, self.header = parsed, header
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what transformers may log."""
+        return {"quant_method": METHOD}
+
+
+@register_quantizer(METHOD)
+class PackedLoader(HfQuantizer):
+    """Swap QuantLinear modules in before the weights are loaded, and settle their layout afterwards."""
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        config: PackedLoadConfig = self.quantization_config
+        for name, checkpoint_name in _checkpoint_module_names(model).items():
+            module = model.get_submodule(name)
+            scheme = config.parsed.scheme_for(checkpoint_name, class_names(module))
+            scale = config.header.get(f"{checkpoint_name}.weight_scale")
+            if scheme is None or (scale is None and f"{checkpoint_name}.weight" in config.header):
+                continue
+            weight = module.weight
+            assert isinstance(weight, torch.Tensor)
+            out_features, in_features = weight.shape[::-1] if is_conv1d(module) else weight.shape
+            _check_shapes(checkpoint_name, config, scheme, (out_features, in_features))
+            packed = QuantLinear(in_features, out_features, scheme, bias=False, dtype=weight.dtype, device="meta")
+            if scale is not None and scale[1] != weight.dtype:
+                for buffer_name in ("weight_scale", "input_scale"):
+                    buffer = packed._buffers.get(buffer_name)
+                    if buffer is not None:
+                        packed._buffers[buffer_name] = buffer.to(scale[1])
+            packed.register_parameter("bias", module._parameters["bias"])
+            packed.requires_grad_(False)
+            packed.transposed = is_conv1d(module)
+            set_module(model, name, packed)
+        return model
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        header = self.quantization_config.header
+        names = _checkpoint_module_names(model)
+        for name, module in model.named_modules():
+            if isinstance(module, QuantLinear):
+                stored = header.get(f"{names.get(name, name)}.weight_scale")
+                for buffer_name in ("weight_scale", "input_scale"):  # "keep in float32" patterns reach scales too
+                    buffer = module._buffers.get(buffer_name)
+                    if stored is not None and buffer is not None:
+                        module._buffers[buffer_name] = buffer.to(stored[1])
+                module._set_placeholder()
+                module.pack_native_()
+        return model
+
+    def is_serializable(self) -> bool:
+        """Saving goes through :func:`torchq.save_pretrained`."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether transformers' Trainer may train it."""
+        return False
+
+
+def _checkpoint_module_names(model: nn.Module) -> dict[str, str]:
+    """Model name -> checkpoint name of every Linear-like module."""
+    from torchq.checkpoint.writer import checkpoint_converter
+
+    names = {}
+    to_checkpoint = checkpoint_converter(model)
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, QuantLinear)) or is_conv1d(module):
+            converted = to_checkpoint({f"{name}.weight": torch.empty(0, device="meta")})
+            names[name] = next(iter(converted)).rpartition(".")[0]
+    return names
+
+
+def _check_shapes(name: str, config: PackedLoadConfig, scheme: Any, shape: tuple[int, int]) -> None:
+    """Compare a layer's tensors on disk with what the model and the scheme call for."""
+    for buffer_name, (expected, dtype) in buffer_specs(scheme, *shape, torch.float32).items():
+        found = config.header.get(f"{name}.{buffer_name}")
+        if found is None:
+            continue  # reported as missing by the caller
+        wrong_dtype = found[1] != dtype and not (dtype == torch.float32 and found[1].is_floating_point)
+        if tuple(found[0]) != tuple(expected) or wrong_dtype:
+            raise ValueError(
+                f"{name}.{buffer_name} is {found[1]} {list(found[0])} in the checkpoint, but scheme {scheme.name} and the "
+                f"model's {shape[0]}x{shape[1]} layer need {dtype} {list(expected)}; config.json does not belong to these weights"
+            )

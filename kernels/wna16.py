@@ -1,0 +1,167 @@
+"""Weight-only integer matmul: 16- or 32-bit activations times a packed 2- to 8-bit weight.
+
+Shapes: M tokens, N out_features, K in_features, G = K / group_size. Packing (compressed-tensors ``pack-quantized``): a row of the
+weight is one little-endian bit stream along K, code ``k`` in bits ``[k b, (k + 1) b)``, stored with ``2^(b-1)`` added;
+zero points are packed the same way along N::
+
+    int32 word, b = 4:   bits 31..28  27..24  ...  7..4  3..0
+                         code  k+7     k+6    ...  k+1    k
+
+Dequantization: ``w[n, k] = (q[n, k] - zero_point[n, k // group_size]) * scale[n, k // group_size]``, computed in scale's
+dtype, then
+cast to the activations' dtype: the weight every reader of the format gets. The matmul accumulates as ``F.linear`` does.
+
+CPU: a cache-sized tile of rows is dequantized and multiplied at a time. For 2 and 4 bits the codes of one byte go to separate
+planes, which permutes K; permuting the activations' columns alike costs less than interleaving the weight.
+CUDA: dequantize + matmul (a fused kernel is not there yet).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_TILE_WEIGHTS = 1 << 19  # weights dequantized at a time on a CPU: 1 MiB of bfloat16
+
+
+def wna16_ref(
+    x: Tensor,
+    weight_packed: Tensor,
+    weight_scale: Tensor,
+    weight_zero_point: Tensor | None,
+    bias: Tensor | None,
+    num_bits: int,
+    group_size: int,
+) -> Tensor:
+    """Compute what :func:`wna16` computes, in plain PyTorch, one whole weight at a time, on any device."""
+    weight = dequantize_wna16(weight_packed, weight_scale, weight_zero_point, num_bits, group_size, x.shape[-1])
+    return F.linear(x, weight.to(x.dtype), bias)
+
+
+def dequantize_wna16(
+    weight_packed: Tensor,
+    weight_scale: Tensor,
+    weight_zero_point: Tensor | None,
+    num_bits: int,
+    group_size: int,
+    in_features: int,
+) -> Tensor:
+    """Return the weight [N, K] in scale's dtype. Arguments as in :func:`wna16`; K = ``in_features``."""
+    n, num_groups = weight_scale.shape
+    codes = _unpack_rows(weight_packed, num_bits, in_features).to(weight_scale.dtype)
+    groups = codes.view(n, num_groups, -1)
+    if weight_zero_point is not None:
+        zero_point = _unpack_rows(weight_zero_point.t(), num_bits, n).t().to(weight_scale.dtype)
+        groups = groups - zero_point.unsqueeze(-1)
+    return (groups * weight_scale.unsqueeze(-1)).view(n, in_features)
+
+
+def _unpack_rows(packed: Tensor, num_bits: int, num_codes: int) -> Tensor:
+    """[N, W] int32 -> signed codes [N, num_codes] int32: a literal reading of the bit stream."""
+    start = torch.arange(num_codes, device=packed.device) * num_bits
+    word, shift = start // 32, (start % 32).to(torch.int64)
+    stream = packed.to(torch.int64) & 0xFFFFFFFF
+    following = (word + 1).clamp_max(packed.shape[1] - 1)
+    codes = (stream[:, word] >> shift) | (stream[:, following] << (32 - shift))
+    return ((codes & ((1 << num_bits) - 1)) - (1 << (num_bits - 1))).to(torch.int32)
+
+
+@torch.library.custom_op("torchq::wna16", mutates_args=())
+def wna16(
+    x: Tensor,
+    weight_packed: Tensor,
+    weight_scale: Tensor,
+    weight_zero_point: Tensor | None,
+    bias: Tensor | None,
+    num_bits: int,
+    group_size: int,
+) -> Tensor:
+    """Multiply activations by the transpose of a packed integer weight.
+
+    Args:
+        x: Activations, [..., K], float16, bfloat16 or float32; any strides.
+        weight_packed: [N, ceil(K num_bits / 32)] int32.
+        weight_scale: [N, G] floating point, finite and nonzero; may be negative.
+        weight_zero_point: [ceil(N num_bits / 32), G] int32, or None (symmetric).
+        bias: [N] of x's dtype, or None.
+        num_bits: 2 to 8.
+        group_size: Weights along K that share a scale: K / G.
+
+    Returns:
+        [..., N] of x's dtype.
+
+    Raises:
+        ValueError: If a shape or dtype doesn't fit the above.
+    """
+    _check_wna16_args(x, weight_packed, weight_scale, num_bits, group_size)
+    return wna16_ref(x, weight_packed, weight_scale, weight_zero_point, bias, num_bits, group_size)
+
+
+@wna16.register_kernel("cpu")
+def _(x, weight_packed, weight_scale, weight_zero_point, bias, num_bits, group_size):
+    _check_wna16_args(x, weight_packed, weight_scale, num_bits, group_size)
+    n, k = weight_packed.shape[0], x.shape[-1]
+    planes = {2: 4, 4: 2, 8: 1}.get(num_bits, 1)
+    tokens = x.reshape(-1, k)
+    if planes > 1 and group_size % planes == 0:
+        tokens = tokens.unflatten(1, (k // planes, planes)).transpose(1, 2).reshape(-1, k)
+    y = x.new_empty(tokens.shape[0], n)
+    rows = max(64, _TILE_WEIGHTS // max(k, 1) // 32 * 32)  # a multiple of 32: zero points of a tile start on a word
+    for start in range(0, n, rows):
+        scale = weight_scale[start : start + rows]
+        packed = weight_packed[start : start + rows]
+        zero_point = None
+        if weight_zero_point is not None:
+            words = weight_zero_point[start * num_bits // 32 : -(-(start + rows) * num_bits // 32)]
+            zero_point = _unpack_rows(words.t(), num_bits, scale.shape[0]).t()
+        codes = _unpack_planes(packed, num_bits, group_size, k)
+        weight = _apply_scale(codes, scale, zero_point, x.dtype)
+        y[:, start : start + rows] = F.linear(tokens, weight, None if bias is None else bias[start : start + rows])
+    return y.view(*x.shape[:-1], n)
+
+
+def _unpack_planes(packed: Tensor, num_bits: int, group_size: int, k: int) -> Tensor:
+    """Unpack a row tile on the CPU to [N, P, G, S] int8: P planes, each with every P-th code of a row in order."""
+    n, num_groups = packed.shape[0], k // group_size
+    planes = {2: 4, 4: 2, 8: 1}.get(num_bits, 0)
+    if planes == 0 or group_size % planes or (k * num_bits) % 8:
+        codes = _unpack_rows(packed, num_bits, k)
+        return codes.to(torch.int8).view(n, 1, num_groups, group_size)
+    stream = packed.view(torch.uint8)[:, : k // planes]
+    half = 1 << (num_bits - 1)
+    if planes == 1:
+        return (stream ^ half).view(torch.int8).view(n, 1, num_groups, group_size)
+    codes = torch.empty(n, planes, k // planes, dtype=torch.int8, device=packed.device)
+    mask = (1 << num_bits) - 1
+    for plane in range(planes):
+        target = codes[:, plane].view(torch.uint8)
+        torch.bitwise_right_shift(stream, plane * num_bits, out=target) if plane else target.copy_(stream)
+        if plane < planes - 1:
+            target &= mask
+    return codes.sub_(half).view(n, planes, num_groups, group_size // planes)
+
+
+def _apply_scale(codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[N, P, G, S] int8 codes -> [N, P G S] weights of ``dtype``, rounded to scale's dtype first."""
+    weight = codes.to(scale.dtype)
+    if zero_point is not None:
+        weight -= zero_point[:, None, :, None].to(scale.dtype)
+    weight *= scale[:, None, :, None]
+    return weight.flatten(1).to(dtype)
+
+
+@wna16.register_fake
+def _(x, weight_packed, weight_scale, weight_zero_point, bias, num_bits, group_size):
+    return x.new_empty(*x.shape[:-1], weight_packed.shape[0])
+
+
+def _check_wna16_args(x: Tensor, weight_packed: Tensor, weight_scale: Tensor, num_bits: int, group_size: int) -> None:
+    n, k = weight_packed.shape[0], x.shape[-1]
+    if weight_packed.dtype != torch.int32 or weight_packed.shape[1] != -(-k * num_bits // 32):
+        raise ValueError(
+            f"weight_packed must be int32 [N, {-(-k * num_bits // 32)}] for {k} in_features at {num_bits} bits, "
+            f"got {weight_packed.dtype} {list(weight_packed.shape)}"
+        )
+    if weight_scale.shape[0] != n or weight_scale.shape[1] * group_size != k:
+        raise ValueError(f"weight_scale must be [{n}, {k} / group_size={group_size}], got {list(weight_scale.shape)}")
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"x must be floating point with 16 or more bits, got {x.dtype}")

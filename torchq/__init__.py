@@ -1,0 +1,24 @@
+"""torchq: quantize Hugging Face models in place, run them packed, save checkpoints that vLLM loads as they are."""
+
+from torchq._version import __version__
+from torchq.algorithms.rtn import RTN
+from torchq.checkpoint.reader import load_pretrained
+from torchq.checkpoint.writer import save_pretrained
+from torchq.config import QuantConfig
+from torchq.linear import QuantLinear
+from torchq.quantize import quantize_
+from torchq.report import QuantReport
+from torchq.scheme import QuantArgs, Scheme
+
+__all__ = [
+    "RTN",
+    "QuantArgs",
+    "QuantConfig",
+    "QuantLinear",
+    "QuantReport",
+    "Scheme",
+    "__version__",
+    "load_pretrained",
+    "quantize_",
+    "save_pretrained",
+]

@@ -1,0 +1,1 @@
+"""Quantization algorithms: one file each."""

@@ -1,0 +1,1 @@
+"""Reading and writing compressed-tensors checkpoints."""

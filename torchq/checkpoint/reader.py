@@ -1,0 +1,178 @@
+"""load_pretrained: a compressed-tensors checkpoint into packed QuantLinear modules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchq.checkpoint.safetensors_io import DTYPES, read_header
+from torchq.checkpoint.schema import read_config
+from torchq.checkpoint.writer import INDEX_NAME, REPORT_NAME, WEIGHTS_NAME
+from torchq.linear import QuantLinear
+from torchq.quantize import set_module, strip_quantization_config
+from torchq.report import QuantReport
+
+_LISTED = 10
+
+
+def load_pretrained(
+    model: str | Path,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    dequantize: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+) -> nn.Module:
+    """Load a compressed-tensors checkpoint, torchq's or llm-compressor's; its weights stay packed.
+
+    The model is built on the meta device and filled from the files, so the 16-bit weights of quantized layers never exist.
+
+    Args:
+        model: A folder, or a hub id.
+        device: Where to; the CPU by default.
+        dtype: Compute dtype, of the unquantized parameters and activations; the checkpoint's own by default. Scales keep theirs.
+        dequantize: Return a plain model with ordinary Linear layers instead.
+        revision: Branch, tag or commit on the hub.
+        token: Access token for the hub.
+
+    Returns:
+        The model, of the class that ``config.json`` names, in eval mode.
+
+    Raises:
+        FileNotFoundError: If the folder, a shard or config.json does not exist.
+        ValueError: If the checkpoint is not quantized with compressed-tensors, a file is damaged, tensors are missing,
+        unexpected or
+            of a wrong shape.
+        NotImplementedError: If it uses a format or scheme torchq does not support.
+    """
+    folder = _resolve(model, revision, token)
+    raw_config = _read_json(folder / "config.json")
+    settings = raw_config.get("quantization_config")
+    if settings is None:
+        raise ValueError(f"{folder}: config.json has no quantization_config; load the model with transformers instead")
+    parsed = read_config(settings)
+    header = read_headers(folder)
+
+    import transformers
+
+    from torchq.integrations.transformers import PackedLoadConfig
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model_class = _model_class(transformers, config)
+    config.quantization_config = PackedLoadConfig(parsed, header).__dict__
+    loaded, info = model_class.from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype or "auto",
+        device_map=None if device is None else {"": device},
+        output_loading_info=True,
+        local_files_only=True,
+    )
+    _check_complete(folder, info)
+    strip_quantization_config(loaded)
+    if (folder / REPORT_NAME).exists():
+        loaded.quant_report = QuantReport.from_dict(_read_json(folder / REPORT_NAME))
+    if dequantize:
+        dequantize_(loaded, dtype)
+    return loaded.eval()
+
+
+def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Replace every QuantLinear of a model by an ordinary Linear (or Conv1D) with the dequantized weight, in place.
+
+    Args:
+        model: A quantized model.
+        dtype: dtype of the weights; each layer's compute dtype by default.
+    """
+    for name, module in list(model.named_modules()):
+        if isinstance(module, QuantLinear):
+            set_module(model, name, to_linear(module, dtype))
+    if hasattr(model, "quant_report"):
+        del model.quant_report
+
+
+def to_linear(module: QuantLinear, dtype: torch.dtype | None = None) -> nn.Module:
+    """Return an ordinary Linear (transformers' Conv1D where it replaced one) with the weight that a QuantLinear stands for."""
+    weight = module.dequantize(dtype or module.compute_dtype)
+    if module.transposed:
+        from transformers.pytorch_utils import Conv1D
+
+        with torch.device("meta"):
+            linear: nn.Module = Conv1D(module.out_features, module.in_features)
+        weight = weight.t().contiguous()
+    else:
+        linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.register_parameter("bias", module.bias)
+    return linear.train(module.training)
+
+
+def read_headers(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return checkpoint tensor name -> (shape, dtype) over all shards, after checking that every file is there and whole."""
+    index_path = folder / INDEX_NAME
+    files = sorted(set(_read_json(index_path)["weight_map"].values())) if index_path.exists() else [WEIGHTS_NAME]
+    missing = [file for file in files if not (folder / file).exists()]
+    if missing:
+        raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}; download or save the checkpoint again")
+    header = {}
+    for file in files:
+        for name, entry in read_header(folder / file).items():
+            if entry["dtype"] not in DTYPES:
+                raise NotImplementedError(f"{name} in {file} has dtype {entry['dtype']}, which is not supported")
+            header[name] = (tuple(entry["shape"]), DTYPES[entry["dtype"]])
+    return header
+
+
+def _resolve(model: str | Path, revision: str | None, token: str | None) -> Path:
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    if isinstance(model, Path) or model.count("/") != 1 or model.startswith((".", "/", "~")):
+        raise FileNotFoundError(f"{model} is not a folder, nor a hub id of the form 'owner/name'")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    return Path(snapshot_download(model, revision=revision, token=token, allow_patterns=patterns))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise FileNotFoundError(f"{path.parent} has no {path.name}; is it a checkpoint folder?")
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    return data
+
+
+def _model_class(transformers: Any, config: Any) -> Any:
+    names = config.architectures or []
+    for name in names:
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return found
+    raise ValueError(
+        f"config.json names the architectures {names}, none of which transformers {transformers.__version__} has; "
+        "torchq runs no code from a checkpoint"
+    )
+
+
+def _check_complete(folder: Path, info: dict[str, Any]) -> None:
+    problems = []
+    for kind, title in (
+        ("missing_keys", "missing from the checkpoint"),
+        ("unexpected_keys", "in the checkpoint but not in the model"),
+        ("mismatched_keys", "of another shape than the model's"),
+        ("error_msgs", "errors"),
+    ):
+        keys = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in info.get(kind) or ())
+        if keys:
+            more = f" and {len(keys) - _LISTED} more" if len(keys) > _LISTED else ""
+            problems.append(f"{len(keys)} tensors {title}: {', '.join(keys[:_LISTED])}{more}")
+    if problems:
+        raise ValueError(f"{folder} does not fit its config.json: " + "; ".join(problems))

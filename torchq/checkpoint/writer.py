@@ -1,0 +1,232 @@
+"""save_pretrained: a compressed-tensors checkpoint folder, written with bounded memory, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq.checkpoint.safetensors_io import ShardWriter
+from torchq.checkpoint.schema import write_config
+from torchq.linear import QuantLinear
+from torchq.matching import class_names
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+REPORT_NAME = "quant_report.json"
+_ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")  # vLLM builds these as Linear layers
+
+
+def save_pretrained(model: nn.Module, folder: str | Path, *, tokenizer: Any = None, max_shard_size: int | str = "5GB") -> None:
+    """Save a quantized model as a compressed-tensors checkpoint that vLLM, transformers and torchq load.
+
+    Writes safetensors shards (one layer in memory at a time), ``config.json``, ``generation_config.json``, the
+    tokenizer's files and
+    ``quant_report.json`` into a temporary folder beside ``folder``, then renames it: a crash leaves no half checkpoint.
+
+    Args:
+        model: A transformers model that :func:`torchq.quantize_` quantized.
+        folder: Where to; must not exist, or be empty.
+        tokenizer: Its files are saved too (chat template included).
+        max_shard_size: Bytes per file, or a string such as ``"5GB"`` (10^9) or ``"5GiB"``.
+
+    Raises:
+        FileExistsError: If ``folder`` exists and is not empty.
+        TypeError: If ``model`` is not a transformers model.
+        ValueError: If nothing in it is quantized, or ``max_shard_size`` is not a size.
+    """
+    target = Path(folder)
+    limit = parse_size(max_shard_size)
+    check_saveable(model, target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        names = write_weights(model, staging, limit)
+        _write_configs(model, names, staging)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(staging)
+        report = getattr(model, "quant_report", None)
+        if report is not None:
+            report.to_json(staging / REPORT_NAME)
+        staging.chmod(0o755)
+        if target.exists():
+            target.rmdir()  # empty: checked above
+        staging.rename(target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def check_saveable(model: nn.Module, target: Path) -> None:
+    """Raise what :func:`save_pretrained` raises before it writes anything."""
+    if not (hasattr(model, "config") and hasattr(model.config, "save_pretrained")):
+        raise TypeError(f"model must be a transformers model, got {type(model).__name__}; save its state_dict() yourself")
+    if not any(isinstance(module, QuantLinear) for module in model.modules()):
+        raise ValueError("nothing in the model is quantized; call quantize_ first, or use model.save_pretrained")
+    check_output_folder(target)
+
+
+def check_output_folder(target: Path) -> None:
+    """Raise FileExistsError unless ``target`` does not exist or is an empty folder."""
+    if target.is_dir() and any(target.iterdir()):
+        raise FileExistsError(f"{target} exists and is not empty; choose another folder or remove it first")
+    if target.exists() and not target.is_dir():
+        raise FileExistsError(f"{target} is a file; choose another folder")
+
+
+def parse_size(size: int | str) -> int:
+    """Return a number of bytes from an int or a string such as ``"5GB"`` or ``"512MiB"``."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", str(size), re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"max_shard_size must be a number of bytes or a string such as '5GB', got {size!r}")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+
+
+# ------------------------------------------------------------------------------------------------------------------- weights
+
+
+def module_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield (module name, its own tensors by full name) in module order, in the checkpoint's layout, ties left out.
+
+    Tensors of one module at a time: where the layout in memory is another, a layer's canonical tensors are made here.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    for name, module in model.named_modules():
+        tensors: dict[str, Tensor] = {}
+        module._save_to_state_dict(tensors, f"{name}." if name else "", keep_vars=False)
+        kept = {key: value for key, value in tensors.items() if isinstance(value, Tensor) and key not in tied}
+        if kept:
+            yield name, kept
+
+
+def planned_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """As :func:`module_tensors`, on the meta device: shapes and dtypes without converting or copying anything."""
+    from torchq.linear import buffer_specs
+
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        own = {key: p for key, p in module._parameters.items() if p is not None}
+        if isinstance(module, QuantLinear):
+            specs = buffer_specs(module.scheme, module.out_features, module.in_features, module.scale_dtype)
+            planned = {key: torch.empty(shape, dtype=dtype, device="meta") for key, (shape, dtype) in specs.items()}
+        else:
+            planned = {
+                key: b for key, b in module._buffers.items() if b is not None and key not in module._non_persistent_buffers_set
+            }
+        planned |= own
+        kept = {prefix + key: value.detach().to("meta") for key, value in planned.items() if prefix + key not in tied}
+        if kept:
+            yield name, kept
+
+
+def write_weights(model: nn.Module, folder: Path, max_shard_bytes: int) -> dict[str, str]:
+    """Write the shards (and the index, if there are several). Returns checkpoint tensor name -> model module name."""
+    to_checkpoint = checkpoint_converter(model)
+    units = [(name, to_checkpoint(tensors)) for name, tensors in planned_tensors(model)]
+    shards: list[dict[str, Tensor]] = [{}]
+    shard_of: dict[str, int] = {}
+    size = total = 0
+    for name, tensors in units:  # a module's tensors stay in one file
+        nbytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
+        if shards[-1] and size + nbytes > max_shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1].update(tensors)
+        shard_of[name] = len(shards) - 1
+        size, total = size + nbytes, total + nbytes
+    files = [WEIGHTS_NAME]
+    if len(shards) > 1:
+        files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        weight_map = {key: files[i] for i, shard in enumerate(shards) for key in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    current, writer = -1, None
+    try:
+        for name, own in module_tensors(model):
+            if shard_of[name] != current:
+                if writer is not None:
+                    writer.__exit__(None, None, None)
+                current = shard_of[name]
+                writer = ShardWriter(folder / files[current], shards[current])
+            assert writer is not None
+            for key, tensor in to_checkpoint(own).items():
+                writer.write(key, tensor)
+    finally:
+        if writer is not None:
+            writer.__exit__(None, None, None)
+    return {key: name for name, tensors in units for key in tensors}
+
+
+def checkpoint_converter(model: nn.Module) -> Any:
+    """Return a function that gives a module's tensors the names (and for fused ones the split) of the original checkpoint.
+
+    transformers 5 renames and merges tensors while loading; readers expect what the model was published with.
+    """
+    if not hasattr(model, "all_tied_weights_keys"):  # not a transformers 5 model
+        return dict
+    from transformers.core_model_loading import revert_weight_conversion
+
+    def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return dict(revert_weight_conversion(model, tensors))
+
+    return convert
+
+
+# ------------------------------------------------------------------------------------------------------------------- configs
+
+
+def _write_configs(model: Any, names: dict[str, str], folder: Path) -> None:
+    model.config.save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["quantization_config"] = quantization_config(model, names)
+    if not config.get("architectures"):
+        config["architectures"] = [type(model).__name__]
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if getattr(model, "generation_config", None) is not None and model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    for file in folder.iterdir():
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+
+
+def quantization_config(model: nn.Module, names: dict[str, str]) -> dict[str, Any]:
+    """Return the ``quantization_config`` of a model, with modules under the names of the checkpoint.
+
+    Args:
+        model: A quantized model.
+        names: Checkpoint tensor name -> model module name, from :func:`write_weights`.
+    """
+    module_name: dict[str, str] = {}  # model module -> checkpoint module
+    for key, name in names.items():
+        module_name.setdefault(name, key.rpartition(".")[0])
+    schemes, unquantized = {}, []
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, QuantLinear):
+            schemes[module_name.get(name, name)] = module.scheme
+        elif "Linear" in class_names(module) or _is_router(module):
+            unquantized.append(module_name.get(name, name))
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 3 and "expert" in name.lower():  # fused experts: vLLM looks each one up by name
+            holder = name.rpartition(".")[0]
+            pattern = rf"re:{re.escape(module_name.get(holder, holder).split('.experts')[0])}\.experts(\..*)?$"
+            if pattern not in unquantized:
+                unquantized.append(pattern)
+    return write_config(schemes, unquantized)
+
+
+def _is_router(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return _ROUTER_CLASS.search(type(module).__name__) is not None and isinstance(weight, Tensor) and weight.ndim == 2

@@ -1,0 +1,106 @@
+"""QuantConfig: what to quantize, and how."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torchq.algorithms.rtn import RTN
+from torchq.scheme import Scheme, resolve_scheme
+
+DEFAULT_IGNORE = ("lm_head",)
+ALGORITHMS = ("auto", "rtn")
+PLANNED_ALGORITHMS = ("gptq", "awq", "smoothquant")
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """Settings of :func:`torchq.quantize_`.
+
+    ``targets``, ``ignore`` and the keys of ``overrides`` are class names (``"Linear"``, which includes transformers'
+    ``Conv1D``), exact
+    module names, or ``re:`` patterns matched from the start of the name (``re.match``), as in compressed-tensors. An entry that
+    matches no module is an error.
+
+    Attributes:
+        scheme: A name (``"W4A16"``, ``"W8A8"``, ...) or a :class:`torchq.scheme.Scheme`.
+        algorithm: ``"auto"`` (the best recipe for the scheme), ``"rtn"``, or :class:`torchq.algorithms.rtn.RTN` with settings.
+        group_size: Weights along in_features that share a scale; -1 for one group per row; None for the scheme's own.
+        symmetric: Whether the weights go without zero points; None for the scheme's own.
+        targets: Which modules to quantize.
+        ignore: Which of them to leave in 16 bits. The default, ``("lm_head",)``, means the model's output embedding whatever its
+            name, if it has one.
+        overrides: Pattern -> scheme name, Scheme, or None (leave in 16 bits). The first matching one counts.
+        kv_cache: Not supported yet; must be None.
+        strict: Raise if any parameter that holds a matrix of a targeted kind (a fused 3-D expert tensor, a subclass of Linear
+            with a forward of its own) cannot be quantized, instead of leaving it in 16 bits and reporting it.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: If a setting is wrong; the message names it.
+    """
+
+    scheme: str | Scheme
+    algorithm: str | RTN = "auto"
+    group_size: int | None = None
+    symmetric: bool | None = None
+    targets: tuple[str, ...] = ("Linear",)
+    ignore: tuple[str, ...] = DEFAULT_IGNORE
+    overrides: Mapping[str, str | Scheme | None] = field(default_factory=dict)
+    kv_cache: str | None = None
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("targets", "ignore"):
+            object.__setattr__(self, name, _as_patterns(name, getattr(self, name)))
+        if not self.targets:
+            raise ValueError("targets is empty; use targets=('Linear',)")
+        _as_patterns("overrides", self.overrides)
+        if self.kv_cache is not None:
+            raise NotImplementedError(f"kv_cache={self.kv_cache!r} is not supported yet; leave kv_cache=None")
+        if isinstance(self.algorithm, str):
+            algorithm = self.algorithm.lower()
+            if algorithm in PLANNED_ALGORITHMS:
+                raise NotImplementedError(f"algorithm={self.algorithm!r} is not supported yet; supported: {ALGORITHMS}")
+            if algorithm not in ALGORITHMS:
+                raise ValueError(f"algorithm={self.algorithm!r} is unknown; supported: {ALGORITHMS}, or RTN(...)")
+        elif not isinstance(self.algorithm, RTN):
+            raise TypeError(f"algorithm must be one of {ALGORITHMS} or RTN(...), got {type(self.algorithm).__name__}")
+        self.resolve()
+        for pattern in self.overrides:
+            self.resolve_override(pattern)
+
+    def resolve(self) -> Scheme:
+        """Return the scheme with ``group_size`` and ``symmetric`` applied."""
+        return resolve_scheme(self.scheme, self.group_size, self.symmetric)
+
+    def resolve_override(self, pattern: str) -> Scheme | None:
+        """Return the scheme of one override; ``group_size`` applies where it is given by name and has groups."""
+        override = self.overrides[pattern]
+        if override is None:
+            return None
+        scheme = resolve_scheme(override)
+        if isinstance(override, str) and self.group_size is not None and scheme.weights.strategy == "group":
+            scheme = resolve_scheme(override, self.group_size)
+        return scheme
+
+    @property
+    def rtn(self) -> RTN:
+        """Settings of the rounding."""
+        return self.algorithm if isinstance(self.algorithm, RTN) else RTN()
+
+
+def _as_patterns(name: str, value: object) -> tuple[str, ...]:
+    """Check a list of class names, module names and ``re:`` patterns."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a list of names or 're:' patterns, got {value!r}; write {name}=[{value!r}]")
+    patterns = tuple(value)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{name} must hold strings, got {pattern!r}")
+        if pattern.startswith("re:"):
+            try:
+                re.compile(pattern[3:])
+            except re.error as error:
+                raise ValueError(f"{name}: {pattern!r} is not a regular expression: {error}") from error
+    return patterns

@@ -1,0 +1,352 @@
+"""QuantLinear: a linear layer on packed weights.
+
+Its buffers carry the names and shapes of the checkpoint, so ``state_dict()`` is the checkpoint. Where a CPU kernel wants another
+layout, that layout replaces the canonical one in memory, and ``state_dict``, pickling, ``deepcopy``, ``dequantize`` and moves to
+other devices give the canonical one back bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq import numerics
+from torchq.kernels import fp8, w8a8_int8, wna16, wna16_cpu
+from torchq.matching import is_conv1d
+from torchq.packing import pack_int32, pack_zero_point, packed_words, unpack_int32, unpack_zero_point
+from torchq.scheme import QuantArgs, Scheme
+
+_SAME_SIZE_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NATIVE = ("weight_planes", "scale_and_zero", "native_zero_point")
+_CANONICAL_OF_NATIVE = ("weight_packed", "weight_scale", "weight_zero_point")
+_KERNEL_MODULES = (wna16, wna16_cpu, w8a8_int8, fp8)  # importing them registers the ops
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A quantized weight: what an algorithm returns and :meth:`QuantLinear.from_linear` packs.
+
+    Attributes:
+        q: Codes, [N, K] int8, or float8_e4m3fn values.
+        scale: As :func:`torchq.numerics.scale_shape`, in the model's dtype, nonzero and finite.
+        zero_point: int8 of scale's shape, or None (symmetric).
+        scheme: The scheme they follow.
+        input_scale: [1], the scale of static activations, or None.
+        input_zero_point: [1] int8, the zero point of static asymmetric activations, or None.
+    """
+
+    q: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    scheme: Scheme
+    input_scale: Tensor | None = None
+    input_zero_point: Tensor | None = None
+
+
+def buffer_specs(
+    scheme: Scheme, out_features: int, in_features: int, dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return name -> (shape, dtype) of a layer's quantized tensors, as on disk."""
+    args, shape = scheme.weights, (out_features, in_features)
+    scale = numerics.scale_shape(shape, args)
+    if scheme.format == "pack-quantized":
+        specs = {
+            "weight_packed": ((out_features, packed_words(in_features, args.num_bits)), torch.int32),
+            "weight_scale": (scale, dtype),
+            "weight_shape": ((2,), torch.int64),
+        }
+        if not args.symmetric:
+            specs["weight_zero_point"] = ((packed_words(out_features, args.num_bits), scale[1]), torch.int32)
+        return specs
+    specs = {
+        "weight": (shape, torch.int8 if args.type == "int" else torch.float8_e4m3fn),
+        "weight_scale": (scale, dtype),
+    }
+    acts = scheme.input_activations
+    if acts is not None and not acts.dynamic:
+        specs["input_scale"] = ((1,), dtype)
+        if not acts.symmetric:
+            specs["input_zero_point"] = ((1,), torch.int8)
+    return specs
+
+
+class QuantLinear(nn.Module):
+    """``y = x @ dequantize(weight).T + bias`` on packed weights, with the activations quantized too if the scheme says so.
+
+    Buffers, by ``scheme.format`` (N out_features, K in_features, G groups):
+        pack-quantized: ``weight_packed`` [N, ceil(K num_bits / 32)] int32, ``weight_scale`` [N, G], ``weight_shape`` [2]
+        int64 and, if
+            asymmetric, ``weight_zero_point`` [ceil(N num_bits / 32), G] int32.
+        int-quantized: ``weight`` [N, K] int8, ``weight_scale`` [N, 1] or [1]; static activations: ``input_scale`` [1].
+        float-quantized, naive-quantized: the same with ``weight`` float8_e4m3fn; block scales [ceil(N / rows), ceil(K /
+        columns)].
+
+    Packed layers have no weight matrix, but model code reads ``weight.dtype``, ``.device`` and ``.shape``: there ``weight`` is a
+    placeholder, one NaN expanded to [N, K]. Casting the module (``.to(dtype)``, ``.half()``) changes ``compute_dtype``
+    and the bias, never the quantized tensors.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        scheme: How it is quantized.
+        bias: Whether there is a bias.
+        dtype: dtype of the scales and the bias, and the first ``compute_dtype``.
+        device: Where the (uninitialised) buffers go.
+
+    Attributes:
+        compute_dtype: dtype the layer expects of activations; other floating dtypes work too.
+    """
+
+    weight: Tensor
+    weight_packed: Tensor
+    weight_scale: Tensor
+    weight_shape: Tensor
+    weight_planes: Tensor
+    scale_and_zero: Tensor
+    native_zero_point: Tensor | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        scheme: Scheme,
+        *,
+        bias: bool = True,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
+        self.compute_dtype = dtype
+        self.transposed = False  # whether it replaced a Conv1D, whose weight is [K, N]
+        for name, (shape, buffer_dtype) in buffer_specs(scheme, out_features, in_features, dtype).items():
+            self.register_buffer(name, torch.empty(shape, dtype=buffer_dtype, device=device))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device))
+        else:
+            self.register_parameter("bias", None)
+        self._set_placeholder()
+
+    @classmethod
+    def from_linear(cls, linear: nn.Module, quantized_weight: QuantizedWeight) -> QuantLinear:
+        """Return a QuantLinear with ``linear``'s bias (the same Parameter) and training mode, and the given weight."""
+        qw, scheme = quantized_weight, quantized_weight.scheme
+        out_features, in_features = qw.q.shape
+        module = cls(in_features, out_features, scheme, bias=False, dtype=qw.scale.dtype, device="meta")
+        tensors: dict[str, Tensor | None] = {"weight_scale": qw.scale.contiguous()}
+        if scheme.format == "pack-quantized":
+            tensors["weight_packed"] = pack_int32(qw.q, scheme.weights.num_bits)
+            tensors["weight_shape"] = torch.tensor([out_features, in_features], device=qw.q.device)
+            if qw.zero_point is not None:
+                tensors["weight_zero_point"] = pack_zero_point(qw.zero_point, scheme.weights.num_bits)
+        else:
+            tensors["weight"] = qw.q.contiguous()
+            if "input_scale" in module._buffers:
+                tensors["input_scale"] = qw.input_scale
+            if "input_zero_point" in module._buffers:
+                tensors["input_zero_point"] = qw.input_zero_point
+        for name, tensor in tensors.items():
+            if tensor is None:
+                raise ValueError(f"{name} is missing: scheme {scheme.name} has static activations")
+            module._buffers[name] = tensor
+        module.register_parameter("bias", linear._parameters.get("bias"))
+        module.transposed = is_conv1d(linear)
+        module.train(linear.training)
+        module._set_placeholder()
+        module.pack_native_()
+        return module
+
+    # ------------------------------------------------------------------------------------------------------------- compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., N] for activations x [..., K], in x's dtype."""
+        args, acts = self.scheme.weights, self.scheme.input_activations
+        bias: Tensor | None = self.bias
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)
+        if self.is_native:
+            return torch.ops.torchq.wna16_cpu(
+                x,
+                self.weight_planes,
+                self.scale_and_zero,
+                self.native_zero_point,
+                bias,
+                args.num_bits,
+                self._group_size,
+            )
+        if self.scheme.format == "pack-quantized":
+            return torch.ops.torchq.wna16(
+                x, self.weight_packed, self.weight_scale, self._buffers.get("weight_zero_point"), bias, args.num_bits,
+                self._group_size,
+            )  # fmt: skip
+        input_scale = self._buffers.get("input_scale")
+        if args.type == "int":
+            return torch.ops.torchq.w8a8_int8(
+                x, self.weight, self.weight_scale, input_scale, self._buffers.get("input_zero_point"), bias
+            )
+        rows, columns = args.block_structure or (0, 0)
+        dynamic_group = -1
+        if acts is not None and acts.dynamic:
+            dynamic_group = acts.group_size or 0
+        return torch.ops.torchq.fp8_linear(x, self.weight, self.weight_scale, input_scale, bias, dynamic_group, rows, columns)
+
+    @torch.no_grad()
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the weight, [N, K], in ``dtype`` (default: the scales' dtype, in which every reader computes it)."""
+        q, scale, zero_point = self.quantized_tensors()
+        return numerics.dequantize(q, scale, zero_point, self.scheme.weights, dtype)
+
+    def quantized_tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return (codes [N, K] int8 or fp8, scales as on disk, zero points int8 of scales' shape or None)."""
+        tensors, args = self.canonical_tensors(), self.scheme.weights
+        scale = tensors["weight_scale"]
+        if self.scheme.format != "pack-quantized":
+            return tensors["weight"], scale, None
+        q = unpack_int32(tensors["weight_packed"], args.num_bits, (self.out_features, self.in_features))
+        if args.symmetric:
+            return q, scale, None
+        shape = (self.out_features, scale.shape[1])
+        return q, scale, unpack_zero_point(tensors["weight_zero_point"], args.num_bits, shape)
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Dtype of the scales, in memory and on disk."""
+        return self.scale_and_zero.dtype if self.is_native else self.weight_scale.dtype
+
+    @property
+    def _group_size(self) -> int:
+        return self.scheme.weights.group_size or self.in_features
+
+    # -------------------------------------------------------------------------------------------------------------- layout
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the weight is in memory in the CPU kernel's layout (:mod:`torchq.kernels.wna16_cpu`)."""
+        return "weight_planes" in self._buffers
+
+    def canonical_tensors(self) -> dict[str, Tensor]:
+        """Return the quantized tensors as on disk, by name. New tensors where the layout in memory is another."""
+        if not self.is_native:
+            return {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
+        num_bits = self.scheme.weights.num_bits
+        num_groups = self.in_features // self._group_size
+        q = wna16_cpu.unpack_planes(self.weight_planes, num_bits)
+        tensors = {
+            "weight_packed": pack_int32(q, num_bits),
+            "weight_scale": wna16_cpu.scale_of(self.scale_and_zero, num_bits, num_groups),
+            "weight_shape": self.weight_shape,
+        }
+        if self.native_zero_point is not None:
+            tensors["weight_zero_point"] = pack_zero_point(self.native_zero_point, num_bits)
+        return tensors
+
+    def pack_native_(self) -> None:
+        """Move to the CPU kernel's layout where it can hold this weight and is of use: bfloat16 scales, on a CPU."""
+        if self.is_native or self.scheme.format != "pack-quantized" or self.weight_packed.device.type != "cpu":
+            return
+        args: QuantArgs = self.scheme.weights
+        if self.weight_scale.dtype != torch.bfloat16 or (args.num_bits > 4 and not args.symmetric):
+            return
+        native_size = wna16_cpu.native_group_size(self.out_features, self.in_features, self._group_size)
+        if native_size is None or not wna16_cpu.is_available():
+            return
+        q, scale, zero_point = self.quantized_tensors()
+        planes = wna16_cpu.pack_planes(q, args.num_bits)
+        pairs = wna16_cpu.pack_scale_and_zero(scale, zero_point, args.num_bits, self._group_size, native_size)
+        for name in _CANONICAL_OF_NATIVE:
+            self._buffers.pop(name, None)
+        for name, tensor in zip(_NATIVE, (planes, pairs, zero_point), strict=True):
+            self.register_buffer(name, tensor, persistent=False)
+
+    def unpack_native_(self) -> None:
+        """Move back to the canonical layout. The inverse of :meth:`pack_native_`, bit for bit."""
+        if not self.is_native:
+            return
+        tensors = self.canonical_tensors()
+        for name in _NATIVE:
+            self._buffers.pop(name)
+            self._non_persistent_buffers_set.discard(name)
+        self._buffers.update(tensors)
+
+    def _set_placeholder(self) -> None:
+        """Give packed layers a ``weight`` that answers questions about dtype, device and shape, and poisons arithmetic."""
+        if self.scheme.format != "pack-quantized":
+            return
+        device = self._device
+        nan = torch.full((1, 1), float("nan"), dtype=self.compute_dtype, device=device)
+        placeholder = nan.expand(self.out_features, self.in_features)
+        placeholder._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers: do not draw random weights
+        self.__dict__["weight"] = placeholder
+
+    # ---------------------------------------------------------------------------------------------------------- nn.Module
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
+        """Move, share or cast: quantized tensors pass ``fn`` as integers, so that no cast can change a bit of them."""
+        probe = fn(torch.empty(0, dtype=self.compute_dtype, device=self._device))
+        if probe.device.type != self._device.type:
+            self.unpack_native_()
+        dtypes = {name: buffer.dtype for name, buffer in self._buffers.items() if buffer is not None}
+        for name, dtype in dtypes.items():
+            self._buffers[name] = self._buffers[name].view(_SAME_SIZE_INT[dtype.itemsize])  # type: ignore[union-attr]
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            for name, dtype in dtypes.items():
+                self._buffers[name] = self._buffers[name].view(dtype)  # type: ignore[union-attr]
+        if probe.dtype.is_floating_point and probe.dtype.itemsize > 1:
+            self.compute_dtype = probe.dtype
+        self._set_placeholder()
+        self.pack_native_()
+        return self
+
+    @property
+    def _device(self) -> torch.device:
+        return next(buffer for buffer in self._buffers.values() if buffer is not None).device
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.is_native:
+            destination.update({prefix + name: tensor for name, tensor in self.canonical_tensors().items()})
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        self.unpack_native_()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._set_placeholder()
+        self.pack_native_()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle and copy the canonical layout: the CPU kernel's own differs between processors."""
+        state = self.__dict__.copy()
+        state.pop("weight", None)
+        tensors = dict(self.canonical_tensors())
+        state["_fp8_buffers"] = {name: t.dtype for name, t in tensors.items() if t.dtype.itemsize == 1 and t.is_floating_point()}
+        for name in state["_fp8_buffers"]:  # plain pickle cannot hold fp8 storages
+            tensors[name] = tensors[name].view(torch.int8)
+        state["_buffers"] = tensors
+        state["_non_persistent_buffers_set"] = set()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        fp8_buffers = state.pop("_fp8_buffers")
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for name, dtype in fp8_buffers.items():
+            self._buffers[name] = self._buffers[name].view(dtype)  # type: ignore[union-attr]
+        self._set_placeholder()
+        self.pack_native_()
+
+    def extra_repr(self) -> str:
+        """Return sizes, scheme and format for ``print(model)``."""
+        args = self.scheme.weights
+        grid = f"{args.type}{args.num_bits} {args.strategy}" + (f" {args.group_size}" if args.group_size else "")
+        symmetry = "" if args.symmetric else " asymmetric"
+        acts = self.scheme.input_activations
+        activations = "" if acts is None else f", activations={acts.type}{acts.num_bits} {acts.strategy}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"scheme={self.scheme.name}, weight={grid}{symmetry}{activations}"
+        )

@@ -1,0 +1,315 @@
+"""The one definition of the maths: scales, zero points, quantize, dequantize. Pure functions on tensors.
+
+Shapes: N out_features, K in_features, G groups per row. A weight is viewed as ``[R, G, S]``: R rows of G groups of S values
+that share a scale (:func:`to_groups`). Integers: ``w = (q - zero_point) * scale``; fp8: ``w = q * scale``. Symmetric integer
+scales may be negative: the largest magnitude may then map to ``-2^(b-1)`` whatever its sign, which uses the full range.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchq.scheme import QuantArgs
+
+ScaleSearch = Literal["mse", "absmax"]
+
+# Coarse grid of the scale search: multiples of the scale that just fits the largest magnitude. Fewer bits clip more.
+_GRID_LOW = {2: 0.30, 3: 0.45, 4: 0.55, 5: 0.70, 6: 0.80, 7: 0.88, 8: 0.92}
+_GRID_HIGH = 1.07
+_GRID_POINTS = 14
+_REFINE_STEPS = 3
+_CHUNK_VALUES = {"cpu": 1 << 18, "cuda": 1 << 25}  # values searched at a time: fits the L2 cache of a CPU core
+
+
+# ---------------------------------------------------------------------------------------------------------------- grouping
+
+
+def to_groups(weight: Tensor, args: QuantArgs) -> Tensor:
+    """View a weight [N, K] as [R, G, S], groups of S values that share a scale.
+
+    ``group``: [N, K / group_size, group_size]; ``channel``: [N, 1, K]; ``tensor``: [1, 1, N K]; ``block`` (zero-padded to whole
+    blocks): [ceil(N / rows), ceil(K / columns), rows columns].
+    """
+    n, k = weight.shape
+    if args.strategy == "group":
+        assert args.group_size is not None
+        return weight.reshape(n, k // args.group_size, args.group_size)
+    if args.strategy == "block":
+        assert args.block_structure is not None
+        rows, columns = args.block_structure
+        padded = torch.nn.functional.pad(weight, (0, -k % columns, 0, -n % rows))
+        blocks = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+        return blocks.transpose(1, 2).flatten(2)
+    return weight.reshape(n, 1, k) if args.strategy == "channel" else weight.reshape(1, 1, n * k)
+
+
+def from_groups(groups: Tensor, args: QuantArgs, shape: tuple[int, int]) -> Tensor:
+    """Invert :func:`to_groups`: [R, G, S] -> [N, K] = ``shape``."""
+    n, k = shape
+    if args.strategy == "block":
+        assert args.block_structure is not None
+        rows, columns = args.block_structure
+        blocks = groups.unflatten(2, (rows, columns)).transpose(1, 2)
+        return blocks.reshape(groups.shape[0] * rows, groups.shape[1] * columns)[:n, :k].contiguous()
+    return groups.reshape(n, k)
+
+
+def scale_shape(shape: tuple[int, int], args: QuantArgs) -> tuple[int, ...]:
+    """Return the shape of a weight's scales on disk: [1] per tensor, [N, 1] per channel, [N, G] or [blocks, blocks]."""
+    n, k = shape
+    if args.strategy == "tensor":
+        return (1,)
+    if args.strategy == "block":
+        assert args.block_structure is not None
+        return -(-n // args.block_structure[0]), -(-k // args.block_structure[1])
+    if args.strategy == "group":
+        assert args.group_size is not None
+        return n, k // args.group_size
+    return n, 1
+
+
+# ------------------------------------------------------------------------------------------------- quantize and dequantize
+
+
+def quantize(weight: Tensor, scale: Tensor, zero_point: Tensor | None, args: QuantArgs) -> Tensor:
+    """Round a weight to its codes, in the precision of ``weight`` and ``scale`` as given.
+
+    Args:
+        weight: [N, K] floating point. Pass float32 for exact rounding.
+        scale: As :func:`scale_shape`; nonzero.
+        zero_point: int8 of scale's shape, or None.
+        args: Settings.
+
+    Returns:
+        [N, K] int8 codes in [-2^(b-1), 2^(b-1) - 1], or float8_e4m3fn values in [-448, 448].
+    """
+    groups = to_groups(weight, args)
+    scaled = groups / scale.reshape(*groups.shape[:2], 1)
+    if args.type == "float":
+        return from_groups(cast_fp8(scaled), args, (weight.shape[0], weight.shape[1]))
+    if zero_point is not None:
+        scaled += zero_point.reshape(*groups.shape[:2], 1).to(scaled.dtype)
+    codes = scaled.round_().clamp_(args.quant_min, args.quant_max).to(torch.int8)
+    return from_groups(codes, args, (weight.shape[0], weight.shape[1]))
+
+
+def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor | None, args: QuantArgs, dtype: torch.dtype | None = None) -> Tensor:
+    """Return ``(q - zero_point) * scale``, computed in scale's dtype as every compressed-tensors reader does.
+
+    Args:
+        q: Codes, [N, K] int8 or float8.
+        scale: As :func:`scale_shape`.
+        zero_point: int8 of scale's shape, or None.
+        args: Settings.
+        dtype: dtype of the result; scale's own by default. The product is rounded to scale's dtype first.
+
+    Returns:
+        [N, K].
+    """
+    groups = to_groups(q, args).to(scale.dtype)
+    if zero_point is not None:
+        groups = groups - zero_point.reshape(*groups.shape[:2], 1).to(scale.dtype)
+    weight = from_groups(groups * scale.reshape(*groups.shape[:2], 1), args, (q.shape[0], q.shape[1]))
+    return weight if dtype is None else weight.to(dtype)
+
+
+def cast_fp8(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """Cast to fp8 with saturation: values beyond the largest finite one are clamped, never NaN (e4m3) or inf (e5m2)."""
+    limit = torch.finfo(dtype).max
+    return x.clamp(-limit, limit).to(dtype)
+
+
+def quantize_dynamic(x: Tensor, args: QuantArgs, fp8_dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+    """Quantize activations symmetrically with scales taken from themselves, in float32 (as vLLM does).
+
+    Args:
+        x: [..., K] floating point.
+        args: ``strategy`` token (a scale per row), tensor, or group (a scale per ``group_size`` values).
+        fp8_dtype: Which fp8, for ``type="float"``.
+
+    Returns:
+        The codes, [..., K] int8 or fp8, and the scales, float32: [..., 1], [1] or [..., K / group_size]. All-zero rows get
+        scale 1 and codes 0.
+    """
+    limit = float(args.quant_max) if args.type == "int" else torch.finfo(fp8_dtype).max
+    x = x.float()
+    groups = x.unflatten(-1, (-1, args.group_size)) if args.strategy == "group" else x.unsqueeze(-2)
+    absmax = groups.abs().amax() if args.strategy == "tensor" else groups.abs().amax(-1, keepdim=True)
+    scale = torch.where(absmax > 0, absmax / limit, 1.0).clamp_min_(torch.finfo(torch.float32).tiny)
+    scaled = (groups / scale).reshape(x.shape)
+    q = (
+        scaled.round_().clamp_(args.quant_min, args.quant_max).to(torch.int8)
+        if args.type == "int"
+        else cast_fp8(scaled, fp8_dtype)
+    )
+    return q, scale.reshape(1) if args.strategy == "tensor" else scale.reshape(*x.shape[:-1], -1)
+
+
+# ------------------------------------------------------------------------------------------------------ scales, zero points
+
+
+def choose_qparams(
+    weight: Tensor,
+    args: QuantArgs,
+    search: ScaleSearch = "mse",
+    scale_dtype: torch.dtype | None = None,
+    signed: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Choose scales and zero points for a weight.
+
+    Args:
+        weight: [N, K] finite floating point.
+        args: Settings.
+        search: ``"mse"`` searches the scale (and zero point) that minimises the squared error of each group, symmetric ones
+            with the full signed range; scales may be negative. ``"absmax"`` is compressed-tensors' own rule, bit for bit:
+            absmax / ((2^b - 1) / 2), or (max - min) / (2^b - 1), or absmax / 448, computed in the weight's dtype.
+        scale_dtype: dtype of the scales; the weight's by default.
+        signed: Whether the search may make symmetric integer scales negative.
+
+    Returns:
+        Scales as :func:`scale_shape`, finite and nonzero also after rounding to ``scale_dtype``, and zero points (int8, same
+        shape; None if symmetric).
+    """
+    scale_dtype = scale_dtype or weight.dtype
+    groups = to_groups(weight, args)
+    shape = scale_shape((weight.shape[0], weight.shape[1]), args)
+    if search == "absmax" or args.type == "float":
+        scale, zero_point = _absmax_qparams(groups, args)
+    else:
+        scale, zero_point = _search_qparams(groups, args, signed)
+    scale = _representable(scale, scale_dtype).reshape(shape)
+    return scale, None if zero_point is None else zero_point.to(torch.int8).reshape(shape)
+
+
+def _absmax_qparams(groups: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor | None]:
+    """compressed-tensors' rule, in groups' dtype. [R, G, S] -> scale [R, G], zero point [R, G] or None."""
+    low, high = groups.aminmax(dim=-1)
+    low, high = low.clamp_max(0), high.clamp_min(0)
+    if args.symmetric:
+        absmax = torch.maximum(low.abs(), high.abs())
+        limit = torch.finfo(torch.float8_e4m3fn).max if args.type == "float" else (2**args.num_bits - 1) / 2
+        return absmax / limit, None
+    levels = 2**args.num_bits - 1
+    scale = (high - low) / levels
+    overflow = ~torch.isfinite(scale)  # max - min can exceed float16
+    scale = torch.where(overflow, (high.float() - low.float()) / levels, scale).to(groups.dtype)
+    zero_point = args.quant_min - low / torch.where(scale == 0, 1, scale)
+    return scale, zero_point.clamp(args.quant_min, args.quant_max).round()
+
+
+def _representable(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round scales to ``dtype`` so that none is 0 or inf there: zeros (all-zero groups) become eps, as in compressed-tensors."""
+    info = torch.finfo(dtype)
+    rounded = scale.clamp(-info.max, info.max).to(dtype)
+    smallest = torch.where(scale < 0, -info.smallest_normal, info.smallest_normal).to(dtype)
+    rounded = torch.where((rounded == 0) & (scale != 0), smallest, rounded)
+    return torch.where(scale == 0, info.eps, rounded)
+
+
+def _search_qparams(groups: Tensor, args: QuantArgs, signed: bool) -> tuple[Tensor, Tensor | None]:
+    """Search scales for least squared error in float32, a cache-sized chunk of groups at a time."""
+    rows, num_groups, size = groups.shape
+    flat = groups.reshape(rows * num_groups, size)
+    scale = torch.empty(flat.shape[0], device=flat.device, dtype=torch.float32)
+    zero_point = None if args.symmetric else torch.empty_like(scale)
+    step = max(1, _CHUNK_VALUES.get(flat.device.type, 1 << 22) // size)
+    for start in range(0, flat.shape[0], step):
+        chunk = flat[start : start + step].float()
+        found_scale, found_zero_point = _search_chunk(chunk, args, signed)
+        scale[start : start + step] = found_scale
+        if zero_point is not None and found_zero_point is not None:
+            zero_point[start : start + step] = found_zero_point
+    return scale.reshape(rows, num_groups), None if zero_point is None else zero_point.reshape(rows, num_groups)
+
+
+def _search_chunk(w: Tensor, args: QuantArgs, signed: bool) -> tuple[Tensor, Tensor | None]:
+    """Grid search, local refinement, closed-form refit for groups w [B, S] float32 -> scale [B], zero point [B] or None.
+
+    Each step keeps the better of old and new by the true squared error, so the result is never worse than the first grid
+    point, the scale that just fits.
+    """
+    low, high = w.aminmax(dim=-1)
+    if args.symmetric:
+        extreme = torch.where(-low >= high, low, high)
+        if not signed:
+            extreme = -extreme.abs()
+        base = extreme / args.quant_min  # the largest magnitude maps to -2^(b-1): a negative scale where it is positive
+    else:
+        low, high = low.clamp_max(0), high.clamp_min(0)
+        base = (high - low) / (args.quant_max - args.quant_min)
+    zero = base == 0
+    u = w / torch.where(zero, 1.0, base)[:, None]
+    mid = 0.0 if args.symmetric else (low + high) / 2 / torch.where(zero, 1.0, base)
+    evaluate = _Evaluator(u, args)
+
+    points = [*torch.linspace(_GRID_LOW[args.num_bits], 1.0, _GRID_POINTS).tolist(), (1 + _GRID_HIGH) / 2, _GRID_HIGH]
+    best_error = torch.full_like(base, float("inf"))
+    best_factor, best_zero_point = torch.ones_like(base), torch.zeros_like(base)
+
+    def consider(factor: Tensor, zero_point: Tensor | None) -> None:
+        nonlocal best_error, best_factor, best_zero_point
+        error = evaluate(factor, zero_point)
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        best_factor = torch.where(better, factor, best_factor)
+        if zero_point is not None:
+            best_zero_point = torch.where(better, zero_point, best_zero_point)
+
+    def centred(factor: Tensor, offset: int = 0) -> Tensor | None:
+        if args.symmetric:
+            return None
+        centre = (args.quant_min + args.quant_max) / 2
+        return (centre - mid / factor).round_().add_(offset).clamp_(args.quant_min, args.quant_max)
+
+    for point in points:
+        for sign in (1.0, -1.0) if args.symmetric and signed else (1.0,):
+            factor = torch.full_like(base, sign * point)
+            consider(factor, centred(factor))
+    step = points[1] - points[0]
+    for _ in range(_REFINE_STEPS):
+        step /= 2
+        centre_factor, centre_zero_point = best_factor, best_zero_point
+        for offset in (-step, step):
+            factor = centre_factor + offset * centre_factor.sign()
+            consider(factor, centred(factor))
+            if not args.symmetric:
+                consider(factor, centre_zero_point)
+    if not args.symmetric:
+        centre_factor, centre_zero_point = best_factor, best_zero_point
+        for shift in (-1, 1):
+            consider(centre_factor, (centre_zero_point + shift).clamp_(args.quant_min, args.quant_max))
+    refit = evaluate.refit(best_factor, None if args.symmetric else best_zero_point)
+    consider(refit, None if args.symmetric else best_zero_point)
+    return torch.where(zero, 0.0, best_factor * base), None if args.symmetric else best_zero_point
+
+
+class _Evaluator:
+    """Squared error of groups ``u`` [B, S] (in units of the base scale) under a factor [B]; reuses its buffers."""
+
+    def __init__(self, u: Tensor, args: QuantArgs) -> None:
+        self.u, self.args = u, args
+        self.scaled, self.codes = torch.empty_like(u), torch.empty_like(u)
+
+    def _round(self, factor: Tensor, zero_point: Tensor | None) -> None:
+        torch.mul(self.u, (1.0 / factor)[:, None], out=self.scaled)
+        if zero_point is not None:
+            self.scaled += zero_point[:, None]
+        torch.round(self.scaled, out=self.codes)
+        self.codes.clamp_(self.args.quant_min, self.args.quant_max)
+
+    def __call__(self, factor: Tensor, zero_point: Tensor | None) -> Tensor:
+        self._round(factor, zero_point)
+        self.codes -= self.scaled
+        return torch.linalg.vecdot(self.codes, self.codes) * factor.square()
+
+    def refit(self, factor: Tensor, zero_point: Tensor | None) -> Tensor:
+        """Least-squares factor for the codes that ``factor`` gives: <u, q> / <q, q>."""
+        self._round(factor, zero_point)
+        if zero_point is not None:
+            self.codes -= zero_point[:, None]
+        power = torch.linalg.vecdot(self.codes, self.codes)
+        fitted = torch.linalg.vecdot(self.u, self.codes) / power
+        return torch.where((power > 0) & (fitted != 0), fitted, factor)

@@ -1,0 +1,113 @@
+"""QuantReport: what happened to each parameter of the model."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Status = Literal["quantized", "ignored", "skipped"]
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One module, or one bare parameter that is no Linear.
+
+    Attributes:
+        name: Module (or parameter) name.
+        status: ``"quantized"``; ``"ignored"`` because the config says so; ``"skipped"`` because torchq cannot quantize it.
+        scheme: Name of the scheme, or None.
+        format: compressed-tensors format, or None.
+        num_bits: Bits per code, or None.
+        num_parameters: Values in the weight.
+        bits_per_weight: Stored bits per value, scales and zero points included; 16 or 32 where not quantized.
+        relative_error: ``|W - dequantized| / |W|`` (Frobenius), or None.
+        reason: Why it is not quantized, or a note.
+        seconds: Time spent.
+    """
+
+    name: str
+    status: Status
+    num_parameters: int
+    bits_per_weight: float
+    scheme: str | None = None
+    format: str | None = None
+    num_bits: int | None = None
+    relative_error: float | None = None
+    reason: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class QuantReport:
+    """What :func:`torchq.quantize_` did; saved beside the checkpoint as ``quant_report.json``.
+
+    Attributes:
+        layers: One entry per layer, in module order, then parameters that are no Linear weights.
+        num_parameters: Parameters of the model (shared ones once).
+        scheme: Name of the default scheme.
+        algorithm: What chose the codes.
+        warnings: What a user should know: fallbacks, untied embeddings, parameters left in 16 bits.
+    """
+
+    scheme: str
+    algorithm: str
+    num_parameters: int
+    layers: list[LayerReport] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    torchq_version: str = ""
+    seconds: float = 0.0
+
+    @property
+    def quantized_fraction(self) -> float:
+        """Share of the model's parameters that are quantized, 0 to 1."""
+        quantized = sum(layer.num_parameters for layer in self.layers if layer.status == "quantized")
+        return quantized / self.num_parameters if self.num_parameters else 0.0
+
+    @property
+    def mean_relative_error(self) -> float:
+        """Mean relative error of the quantized layers, weighted by their size."""
+        pairs = [(x.relative_error, x.num_parameters) for x in self.layers if x.relative_error is not None]
+        total = sum(size for _, size in pairs)
+        return sum(error * size for error, size in pairs) / total if total else 0.0
+
+    def summary(self) -> str:
+        """Return a few lines for a terminal: counts, share, bits, error, what was left out and why, warnings."""
+        quantized = [layer for layer in self.layers if layer.status == "quantized"]
+        size = sum(layer.num_parameters for layer in quantized)
+        bits = sum(layer.bits_per_weight * layer.num_parameters for layer in quantized) / size if size else 0.0
+        lines = [
+            f"{self.scheme} ({self.algorithm}): {len(quantized)} layers quantized, {self.quantized_fraction:.1%} of "
+            f"{self.num_parameters:,} parameters at {bits:.2f} bits per weight, "
+            f"mean relative error {self.mean_relative_error:.4f}, {self.seconds:.1f} s"
+        ]
+        reasons: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
+        for layer in self.layers:
+            if layer.status != "quantized":
+                reason = f"{layer.status}: {layer.reason}"
+                reasons[reason] += 1
+                sizes[reason] += layer.num_parameters
+        for reason, count in reasons.items():
+            share = sizes[reason] / self.num_parameters if self.num_parameters else 0.0
+            lines.append(f"  {count} {reason} ({share:.1%} of the parameters)")
+        return "\n".join(lines + [f"  warning: {warning}" for warning in self.warnings])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain JSON types."""
+        return asdict(self) | {
+            "quantized_fraction": self.quantized_fraction,
+            "mean_relative_error": self.mean_relative_error,
+        }
+
+    def to_json(self, path: str | Path) -> None:
+        """Write the report as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> QuantReport:
+        """Read what :meth:`to_dict` wrote."""
+        fields = {key: data[key] for key in ("scheme", "algorithm", "num_parameters", "warnings", "torchq_version", "seconds")}
+        return cls(layers=[LayerReport(**layer) for layer in data["layers"]], **fields)
