@@ -179,8 +179,8 @@ def choose_qparams(
     if search == "absmax" or args.type == "float":
         scale, zero_point = _absmax_qparams(groups, args)
     else:
-        scale, zero_point = _search_qparams(groups, args, signed)
-    scale = _representable(scale, scale_dtype).reshape(shape)
+        scale, zero_point = _search_qparams(groups, args, signed, scale_dtype)
+    scale = _representable(scale, scale_dtype, _reach(args, zero_point)).reshape(shape)
     return scale, None if zero_point is None else zero_point.to(torch.int8).reshape(shape)
 
 
@@ -194,22 +194,35 @@ def _absmax_qparams(groups: Tensor, args: QuantArgs) -> tuple[Tensor, Tensor | N
         return absmax / limit, None
     levels = 2**args.num_bits - 1
     scale = (high - low) / levels
-    overflow = ~torch.isfinite(scale)  # max - min can exceed float16
-    scale = torch.where(overflow, (high.float() - low.float()) / levels, scale).to(groups.dtype)
+    overflow = ~torch.isfinite(scale)  # max - min can exceed the dtype
+    scale = torch.where(overflow, high / levels - low / levels, scale)
     zero_point = args.quant_min - low / torch.where(scale == 0, 1, scale)
     return scale, zero_point.clamp(args.quant_min, args.quant_max).round()
 
 
-def _representable(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round scales to ``dtype`` so that none is 0 or inf there: zeros (all-zero groups) become eps, as in compressed-tensors."""
+def _reach(args: QuantArgs, zero_point: Tensor | None) -> float | Tensor:
+    """Largest magnitude of ``q - zero_point``."""
+    if args.type == "float":
+        return torch.finfo(torch.float8_e4m3fn).max
+    if zero_point is None:
+        return float(-args.quant_min)
+    return torch.maximum(zero_point - args.quant_min, args.quant_max - zero_point).float()
+
+
+def _representable(scale: Tensor, dtype: torch.dtype, reach: float | Tensor) -> Tensor:
+    """Round scales to ``dtype`` so that none is 0 there, nor ``reach`` times it inf.
+
+    Zeros (all-zero groups) become eps, as in compressed-tensors.
+    """
     info = torch.finfo(dtype)
-    rounded = scale.clamp(-info.max, info.max).to(dtype)
+    limit = torch.as_tensor(info.max * (1 - info.eps) / reach, dtype=torch.float32, device=scale.device)
+    rounded = scale.float().clamp(-limit, limit).to(dtype)
     smallest = torch.where(scale < 0, -info.smallest_normal, info.smallest_normal).to(dtype)
     rounded = torch.where((rounded == 0) & (scale != 0), smallest, rounded)
     return torch.where(scale == 0, info.eps, rounded)
 
 
-def _search_qparams(groups: Tensor, args: QuantArgs, signed: bool) -> tuple[Tensor, Tensor | None]:
+def _search_qparams(groups: Tensor, args: QuantArgs, signed: bool, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Search scales for least squared error in float32, a cache-sized chunk of groups at a time."""
     rows, num_groups, size = groups.shape
     flat = groups.reshape(rows * num_groups, size)
@@ -217,20 +230,21 @@ def _search_qparams(groups: Tensor, args: QuantArgs, signed: bool) -> tuple[Tens
     zero_point = None if args.symmetric else torch.empty_like(scale)
     step = max(1, _CHUNK_VALUES.get(flat.device.type, 1 << 22) // size)
     for start in range(0, flat.shape[0], step):
-        chunk = flat[start : start + step].float()
-        found_scale, found_zero_point = _search_chunk(chunk, args, signed)
+        found_scale, found_zero_point = _search_chunk(flat[start : start + step], args, signed, scale_dtype)
         scale[start : start + step] = found_scale
         if zero_point is not None and found_zero_point is not None:
             zero_point[start : start + step] = found_zero_point
     return scale.reshape(rows, num_groups), None if zero_point is None else zero_point.reshape(rows, num_groups)
 
 
-def _search_chunk(w: Tensor, args: QuantArgs, signed: bool) -> tuple[Tensor, Tensor | None]:
-    """Grid search, local refinement, closed-form refit for groups w [B, S] float32 -> scale [B], zero point [B] or None.
+def _search_chunk(w: Tensor, args: QuantArgs, signed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Grid search, local refinement, closed-form refit for groups w [B, S] -> scale [B], zero point [B] (float32) or None.
 
-    Each step keeps the better of old and new by the true squared error, so the result is never worse than the first grid
-    point, the scale that just fits.
+    Each step keeps the better of old and new by the true squared error of the scale as it will be stored, rounded to
+    ``dtype``, so the result is never worse than compressed-tensors' rule, which is the first candidate.
     """
+    first_scale, first_zero_point = (None if t is None else t.float() for t in _absmax_qparams(w, args))
+    w = w.float()
     low, high = w.aminmax(dim=-1)
     if args.symmetric:
         extreme = torch.where(-low >= high, low, high)
@@ -239,10 +253,12 @@ def _search_chunk(w: Tensor, args: QuantArgs, signed: bool) -> tuple[Tensor, Ten
         base = extreme / args.quant_min  # the largest magnitude maps to -2^(b-1): a negative scale where it is positive
     else:
         low, high = low.clamp_max(0), high.clamp_min(0)
-        base = (high - low) / (args.quant_max - args.quant_min)
+        levels = args.quant_max - args.quant_min
+        base = high / levels - low / levels  # not (high - low) / levels, which can overflow
     zero = base == 0
-    u = w / torch.where(zero, 1.0, base)[:, None]
-    mid = 0.0 if args.symmetric else (low + high) / 2 / torch.where(zero, 1.0, base)
+    base = torch.where(zero, 1.0, base)
+    u = w / base[:, None]
+    mid = 0.0 if args.symmetric else (low + high) / 2 / base
     evaluate = _Evaluator(u, args)
 
     points = [*torch.linspace(_GRID_LOW[args.num_bits], 1.0, _GRID_POINTS).tolist(), (1 + _GRID_HIGH) / 2, _GRID_HIGH]
@@ -251,6 +267,8 @@ def _search_chunk(w: Tensor, args: QuantArgs, signed: bool) -> tuple[Tensor, Ten
 
     def consider(factor: Tensor, zero_point: Tensor | None) -> None:
         nonlocal best_error, best_factor, best_zero_point
+        if dtype != torch.float32:
+            factor = _representable(factor * base, dtype, _reach(args, zero_point)).float() / base
         error = evaluate(factor, zero_point)
         better = error < best_error
         best_error = torch.where(better, error, best_error)
@@ -264,6 +282,8 @@ def _search_chunk(w: Tensor, args: QuantArgs, signed: bool) -> tuple[Tensor, Ten
         centre = (args.quant_min + args.quant_max) / 2
         return (centre - mid / factor).round_().add_(offset).clamp_(args.quant_min, args.quant_max)
 
+    assert first_scale is not None
+    consider(torch.where(zero, 1.0, first_scale / base), first_zero_point)
     for point in points:
         for sign in (1.0, -1.0) if args.symmetric and signed else (1.0,):
             factor = torch.full_like(base, sign * point)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 import warnings
 from collections import defaultdict
@@ -316,7 +317,7 @@ def _check_group_sizes(todo: list[LayerPlan]) -> None:
         lines.append(f"group_size={group_size} does not divide in_features={in_features} of {names[0]}{more}")
     blocks = any(plan.scheme and plan.scheme.weights.block_structure for plan in todo)
     remedy = "use FP8_DYNAMIC" if blocks else f"use group_size={' or '.join(fitting)}"
-    everything = "\n".join(f"  {name}: in_features={size}" for (_, size), names in bad.items() for name in names)
+    everything = "\n".join(f"  {name}: in_features={size}" for (_, size), names in bad.items() for name in collapse(names))
     raise ValueError(f"{'; '.join(lines)}; {remedy}, or add them to ignore. All layers it does not fit:\n{everything}")
 
 
@@ -455,6 +456,29 @@ def strip_quantization_config(model: nn.Module) -> None:
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):
         if name in model.__dict__:
             delattr(model, name)
+
+
+def collapse(names: list[str]) -> list[str]:
+    """Write names that differ in their first number as one: ``model.layers.{0-29}.mlp.up_proj``."""
+    numbers: dict[tuple[str, str], list[int]] = {}
+    result: dict[tuple[str, str], str] = {}
+    for name in names:
+        match = re.search(r"(?<=\.)\d+(?=\.|$)", name)
+        key = (name[: match.start()], name[match.end() :]) if match else (name, "")
+        if match:
+            numbers.setdefault(key, []).append(int(match[0]))
+        result[key] = name
+    for (before, after), values in numbers.items():
+        if len(values) > 1:
+            runs: list[list[int]] = []
+            for value in sorted(values):
+                if runs and value == runs[-1][-1] + 1:
+                    runs[-1].append(value)
+                else:
+                    runs.append([value])
+            spans = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+            result[before, after] = f"{before}{{{spans}}}{after}"
+    return list(result.values())
 
 
 def _names(names: list[str]) -> str:

@@ -64,8 +64,8 @@ def quantize_weight(weight: Tensor, scheme: Scheme, settings: RTN | None = None)
         else:
             q[rows] = numerics.quantize(chunk, scales, zeros, args)
         restored = numerics.dequantize(q[rows], scales, zeros, args).float()
-        error += (restored - chunk).square_().sum(dtype=torch.float64).item()
-        norm += chunk.float().square_().sum(dtype=torch.float64).item()
+        error += torch.linalg.vector_norm(restored - chunk, dtype=torch.float64).item() ** 2
+        norm += torch.linalg.vector_norm(chunk, dtype=torch.float64).item() ** 2
     relative_error = (error / norm) ** 0.5 if norm else 0.0
     return QuantizedWeight(q, scale, zero_point, scheme), relative_error
 

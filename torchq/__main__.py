@@ -1,0 +1,5 @@
+"""``python -m torchq``."""
+
+from torchq.cli import main
+
+main()
