@@ -202,8 +202,8 @@ def _print_report(report: Any) -> None:
         )
     console.print(table)
     console.print(
-        f"{report.quantized_fraction:.1%} of {report.num_parameters:,} parameters are quantized. bits: per weight, scales included; "
-        "error: |W - dequantized| / |W|; share: of all parameters.",
+        f"{report.quantized_fraction:.1%} of {report.num_parameters:,} parameters are quantized. bits: per weight, with "
+        "scales; error: |W - dequantized| / |W|; share: of all parameters.",
         highlight=False,
     )
     for warning in report.warnings:

@@ -24,6 +24,7 @@ _SAME_SIZE_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NATIVE = ("weight_planes", "scale_and_zero", "native_zero_point")
 _CANONICAL_OF_NATIVE = ("weight_packed", "weight_scale", "weight_zero_point")
 _KERNEL_MODULES = (wna16, wna16_cpu, w8a8_int8, fp8)  # importing them registers the ops
+_OPS = torch.ops.torchq
 
 
 @dataclass(frozen=True)
@@ -165,35 +166,37 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., N] for activations x [..., K], in x's dtype."""
-        args, acts = self.scheme.weights, self.scheme.input_activations
-        bias: Tensor | None = self.bias
+        buffers, args = self._buffers, self.scheme.weights  # the dict: attribute look-ups of a Module cost microseconds
+        bias: Tensor | None = self._parameters["bias"]
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        if self.is_native:
-            return torch.ops.torchq.wna16_cpu(
+        if "weight_planes" in buffers:
+            return _OPS.wna16_cpu.default(
                 x,
-                self.weight_planes,
-                self.scale_and_zero,
-                self.native_zero_point,
+                buffers["weight_planes"],
+                buffers["scale_and_zero"],
+                buffers["native_zero_point"],
                 bias,
                 args.num_bits,
-                self._group_size,
+                args.group_size or self.in_features,
             )
-        if self.scheme.format == "pack-quantized":
-            return torch.ops.torchq.wna16(
-                x, self.weight_packed, self.weight_scale, self._buffers.get("weight_zero_point"), bias, args.num_bits,
-                self._group_size,
-            )  # fmt: skip
-        input_scale = self._buffers.get("input_scale")
+        if "weight_packed" in buffers:
+            return _OPS.wna16.default(
+                x,
+                buffers["weight_packed"],
+                buffers["weight_scale"],
+                buffers.get("weight_zero_point"),
+                bias,
+                args.num_bits,
+                args.group_size or self.in_features,
+            )
+        weight, scale, input_scale = buffers["weight"], buffers["weight_scale"], buffers.get("input_scale")
         if args.type == "int":
-            return torch.ops.torchq.w8a8_int8(
-                x, self.weight, self.weight_scale, input_scale, self._buffers.get("input_zero_point"), bias
-            )
+            return _OPS.w8a8_int8.default(x, weight, scale, input_scale, buffers.get("input_zero_point"), bias)
+        acts = self.scheme.input_activations
+        dynamic_group = -1 if acts is None or not acts.dynamic else acts.group_size or 0
         rows, columns = args.block_structure or (0, 0)
-        dynamic_group = -1
-        if acts is not None and acts.dynamic:
-            dynamic_group = acts.group_size or 0
-        return torch.ops.torchq.fp8_linear(x, self.weight, self.weight_scale, input_scale, bias, dynamic_group, rows, columns)
+        return _OPS.fp8_linear.default(x, weight, scale, input_scale, bias, dynamic_group, rows, columns)
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -287,6 +290,10 @@ class QuantLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
         """Move, share or cast: quantized tensors pass ``fn`` as integers, so that no cast can change a bit of them."""
+        if fn(torch.empty(0, dtype=torch.int32)).dtype != torch.int32:
+            raise TypeError(
+                f"Module.type(dtype) would convert packed integers too ({self.extra_repr()}); use .to(dtype), .half() or .float()"
+            )
         probe = fn(torch.empty(0, dtype=self.compute_dtype, device=self._device))
         if probe.device.type != self._device.type:
             self.unpack_native_()
@@ -313,9 +320,26 @@ class QuantLinear(nn.Module):
         if self.is_native:
             destination.update({prefix + name: tensor for name, tensor in self.canonical_tensors().items()})
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         self.unpack_native_()
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        wrong = []  # nn.Module would convert: truncate 16-bit weights to int8 codes, round scales
+        for name, buffer in self._buffers.items():
+            loaded = state_dict.get(prefix + name)
+            if buffer is not None and isinstance(loaded, Tensor) and loaded.dtype != buffer.dtype:
+                wrong.append(f"dtype mismatch for {prefix}{name}: {loaded.dtype} in the state dict, {buffer.dtype} in the layer")
+        if wrong:
+            error_msgs += wrong
+        else:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         self._set_placeholder()
         self.pack_native_()
 
