@@ -144,5 +144,5 @@ def test_codes_out_of_range(num_bits):
     ],
 )
 def test_packed_must_fit_the_shape(packed, shape):
-    with pytest.raises(ValueError, match=rf"packed must be int32 of shape \(2, \d\) for shape=\(2, \d+\) and num_bits=4, got"):
+    with pytest.raises(ValueError, match=r"packed must be int32 of shape \(2, \d\) for shape=\(2, \d+\) and num_bits=4, got"):
         unpack_int32(packed, 4, shape)

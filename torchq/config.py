@@ -55,6 +55,10 @@ class QuantConfig:
             object.__setattr__(self, name, _as_patterns(name, getattr(self, name)))
         if not self.targets:
             raise ValueError("targets is empty; use targets=('Linear',)")
+        if not isinstance(self.overrides, Mapping):
+            raise TypeError(
+                f"overrides must map patterns to schemes or None, got {self.overrides!r}; write {{'lm_head': 'W8A16'}}"
+            )
         _as_patterns("overrides", self.overrides)
         if self.kv_cache is not None:
             raise NotImplementedError(f"kv_cache={self.kv_cache!r} is not supported yet; leave kv_cache=None")
@@ -67,8 +71,12 @@ class QuantConfig:
         elif not isinstance(self.algorithm, RTN):
             raise TypeError(f"algorithm must be one of {ALGORITHMS} or RTN(...), got {type(self.algorithm).__name__}")
         self.resolve()
+        object.__setattr__(self, "overrides", dict(self.overrides))
         for pattern in self.overrides:
-            self.resolve_override(pattern)
+            try:
+                self.resolve_override(pattern)
+            except (ValueError, TypeError, NotImplementedError) as error:
+                raise type(error)(f"overrides[{pattern!r}]: {error}") from error
 
     def resolve(self) -> Scheme:
         """Return the scheme with ``group_size`` and ``symmetric`` applied."""
@@ -93,7 +101,8 @@ class QuantConfig:
 def _as_patterns(name: str, value: object) -> tuple[str, ...]:
     """Check a list of class names, module names and ``re:`` patterns."""
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a list of names or 're:' patterns, got {value!r}; write {name}=[{value!r}]")
+        remedy = f"{name}=[{value!r}]" if isinstance(value, str) else f"{name}=[]"
+        raise TypeError(f"{name} must be a list of names or 're:' patterns, got {value!r}; write {remedy}")
     patterns = tuple(value)
     for pattern in patterns:
         if not isinstance(pattern, str):

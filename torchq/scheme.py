@@ -32,6 +32,7 @@ class QuantArgs:
 
     Raises:
         ValueError: If the settings contradict each other or no format can hold them.
+        TypeError: If a number is not an integer.
     """
 
     num_bits: int = 8
@@ -45,6 +46,10 @@ class QuantArgs:
     def __post_init__(self) -> None:
         if self.type not in ("int", "float"):
             raise ValueError(f"type must be 'int' or 'float', got {self.type!r}")
+        for name in ("num_bits", "group_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) and not (name == "group_size" and value is None):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
         if self.group_size is not None and self.group_size != -1 and self.group_size <= 0:
             raise ValueError(f"group_size must be positive, or -1 for one group per channel, got {self.group_size}")
         if self.strategy is None:
@@ -61,9 +66,16 @@ class QuantArgs:
         elif self.group_size is None:
             raise ValueError("strategy='group' needs a group_size, for example 128")
         if (self.block_structure is not None) != (self.strategy == "block"):
-            raise ValueError("block_structure=(rows, columns) and strategy='block' go together")
+            raise ValueError(
+                "block_structure=(rows, columns) and strategy='block' go together, "
+                f"got block_structure={self.block_structure!r} and strategy={self.strategy!r}"
+            )
         if self.block_structure is not None:
-            object.__setattr__(self, "block_structure", tuple(self.block_structure))
+            block = self.block_structure
+            if isinstance(block, (tuple, list)) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block):
+                object.__setattr__(self, "block_structure", tuple(block))
+            else:
+                raise ValueError(f"block_structure must be two positive integers (rows, columns), got {block!r}")
         if self.type == "int" and not 2 <= self.num_bits <= 8:
             raise ValueError(f"num_bits must be 2 to 8 for type='int', got {self.num_bits}")
         if self.type == "float" and self.num_bits != 8:
@@ -96,6 +108,7 @@ class Scheme:
 
     Raises:
         ValueError: If no compressed-tensors format that vLLM reads can hold the combination.
+        NotImplementedError: If the kernels cannot compute it yet.
     """
 
     weights: QuantArgs
@@ -117,10 +130,16 @@ class Scheme:
                     f"quantized activations need num_bits=8 for weights and activations, got {self.weights.num_bits} and "
                     f"{acts.num_bits}; leave input_activations=None for weight-only quantization"
                 )
-            if acts.strategy == "channel" or (acts.type == "int" and acts.strategy in ("group", "block")):
+            if acts.strategy in ("channel", "block") or (acts.type == "int" and acts.strategy == "group"):
                 raise ValueError(f"input_activations cannot use strategy={acts.strategy!r}; use 'token' or 'tensor'")
             if not acts.dynamic and acts.strategy != "tensor":
                 raise ValueError("static input_activations need strategy='tensor' (one scale, found by calibration)")
+            if acts.dynamic and (acts.strategy == "tensor" or not acts.symmetric):
+                symmetry = "symmetric" if acts.symmetric else "asymmetric"
+                raise NotImplementedError(
+                    f"dynamic {symmetry} input_activations with strategy={acts.strategy!r} are not supported yet; supported: "
+                    "dynamic and symmetric per 'token' (or 'group' with fp8 blocks), or static per 'tensor'"
+                )
             if acts.strategy == "group" and self.weights.strategy != "block":
                 raise ValueError("input_activations in groups need weights with strategy='block'")
             if not self.weights.symmetric or (self.weights.strategy == "group"):
@@ -200,8 +219,8 @@ def resolve_scheme(scheme: str | Scheme, group_size: int | None = None, symmetri
             raise NotImplementedError(f"scheme={scheme!r} is not supported yet; supported: {', '.join(SCHEMES)}")
         if name not in SCHEMES:
             close = difflib.get_close_matches(name, SCHEMES, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"scheme={scheme!r} is unknown{hint} Known schemes: {', '.join(SCHEMES)}")
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ValueError(f"scheme={scheme!r} is unknown; {hint}known schemes: {', '.join(SCHEMES)}")
         scheme = SCHEMES[name]
     elif not isinstance(scheme, Scheme):
         raise TypeError(f"scheme must be a name or a torchq.scheme.Scheme, got {type(scheme).__name__}")
