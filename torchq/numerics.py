@@ -245,96 +245,97 @@ def _search_qparams(groups: Tensor, args: QuantArgs, signed: bool, scale_dtype: 
 def _search_chunk(w: Tensor, args: QuantArgs, signed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Grid search, local refinement, closed-form refit for groups w [B, S] -> scale [B], zero point [B] (float32) or None.
 
-    Each step keeps the better of old and new by the true squared error of the scale as it will be stored, rounded to
-    ``dtype``, so the result is never worse than compressed-tensors' rule, which is the first candidate.
+    The first candidate is compressed-tensors' rule and each step keeps the better of old and new, so the result is never
+    worse than that rule.
     """
-    first_scale, first_zero_point = (None if t is None else t.float() for t in _absmax_qparams(w, args))
-    w = w.float().contiguous()  # the order of a sum, and so a tie, must not depend on strides
-    low, high = w.aminmax(dim=-1)
-    if args.symmetric:
-        extreme = torch.where(-low >= high, low, high)
-        if not signed:
-            extreme = -extreme.abs()
-        base = extreme / args.quant_min  # the largest magnitude maps to -2^(b-1): a negative scale where it is positive
-    else:
-        low, high = low.clamp_max(0), high.clamp_min(0)
-        levels = args.quant_max - args.quant_min
-        base = high / levels - low / levels  # not (high - low) / levels, which can overflow
-    zero = base == 0
-    base = torch.where(zero, 1.0, base)
-    u = w / base[:, None]
-    mid = 0.0 if args.symmetric else (low + high) / 2 / base
-    evaluate = _Evaluator(u, args)
-
+    search = _GroupSearch(w, args, signed, dtype)
+    scale, zero_point = (None if t is None else t.float() for t in _absmax_qparams(w, args))
+    assert scale is not None
+    search.consider(scale / search.base, zero_point)
     points = [*torch.linspace(_GRID_LOW[args.num_bits], 1.0, _GRID_POINTS).tolist(), (1 + _GRID_HIGH) / 2, _GRID_HIGH]
-    best_error = torch.full_like(base, float("inf"))
-    best_factor, best_zero_point = torch.ones_like(base), torch.zeros_like(base)
-
-    def consider(factor: Tensor, zero_point: Tensor | None) -> None:
-        nonlocal best_error, best_factor, best_zero_point
-        if dtype != torch.float32:
-            factor = _representable(factor * base, dtype, _reach(args, zero_point)).float() / base
-        error = evaluate(factor, zero_point)
-        better = error < best_error
-        best_error = torch.where(better, error, best_error)
-        best_factor = torch.where(better, factor, best_factor)
-        if zero_point is not None:
-            best_zero_point = torch.where(better, zero_point, best_zero_point)
-
-    def centred(factor: Tensor, offset: int = 0) -> Tensor | None:
-        if args.symmetric:
-            return None
-        centre = (args.quant_min + args.quant_max) / 2
-        return (centre - mid / factor).round_().add_(offset).clamp_(args.quant_min, args.quant_max)
-
-    assert first_scale is not None
-    consider(torch.where(zero, 1.0, first_scale / base), first_zero_point)
     for point in points:
         for sign in (1.0, -1.0) if args.symmetric and signed else (1.0,):
-            factor = torch.full_like(base, sign * point)
-            consider(factor, centred(factor))
+            factor = torch.full_like(search.base, sign * point)
+            search.consider(factor, search.centred_zero_point(factor))
     step = points[1] - points[0]
     for _ in range(_REFINE_STEPS):
         step /= 2
-        centre_factor, centre_zero_point = best_factor, best_zero_point
+        centre, zero_point = search.factor, search.zero_point
         for offset in (-step, step):
-            factor = centre_factor + offset * centre_factor.sign()
-            consider(factor, centred(factor))
-            if not args.symmetric:
-                consider(factor, centre_zero_point)
-    if not args.symmetric:
-        centre_factor, centre_zero_point = best_factor, best_zero_point
+            factor = centre + offset * centre.sign()
+            search.consider(factor, search.centred_zero_point(factor))
+            if zero_point is not None:
+                search.consider(factor, zero_point)
+    if search.zero_point is not None:
+        centre, zero_point = search.factor, search.zero_point
         for shift in (-1, 1):
-            consider(centre_factor, (centre_zero_point + shift).clamp_(args.quant_min, args.quant_max))
-    refit = evaluate.refit(best_factor, None if args.symmetric else best_zero_point)
-    consider(refit, None if args.symmetric else best_zero_point)
-    return torch.where(zero, 0.0, best_factor * base), None if args.symmetric else best_zero_point
+            search.consider(centre, (zero_point + shift).clamp_(args.quant_min, args.quant_max))
+    search.consider(search.least_squares_factor(), search.zero_point)
+    return torch.where(search.is_zero, 0.0, search.factor * search.base), search.zero_point
 
 
-class _Evaluator:
-    """Squared error of groups ``u`` [B, S] (in units of the base scale) under a factor [B]; reuses its buffers."""
+class _GroupSearch:
+    """The best scale (and zero point) found so far for each group of w [B, S], by the squared error of the scale as stored.
 
-    def __init__(self, u: Tensor, args: QuantArgs) -> None:
-        self.u, self.args = u, args
-        self.scaled, self.codes = torch.empty_like(u), torch.empty_like(u)
+    Scales are multiples, ``factor`` [B], of ``base`` [B], the scale that just fits the group's largest magnitude. Buffers of
+    the size of w are reused from candidate to candidate.
+    """
+
+    def __init__(self, w: Tensor, args: QuantArgs, signed: bool, dtype: torch.dtype) -> None:
+        self.args, self.dtype = args, dtype
+        w = w.float().contiguous()  # the order of a sum, and so a tie, must not depend on strides
+        low, high = w.aminmax(dim=-1)
+        if args.symmetric:
+            extreme = torch.where(-low >= high, low, high)
+            if not signed:
+                extreme = -extreme.abs()
+            base = extreme / args.quant_min  # the largest magnitude maps to -2^(b-1): a negative scale where it is positive
+        else:
+            low, high = low.clamp_max(0), high.clamp_min(0)
+            levels = args.quant_max - args.quant_min
+            base = high / levels - low / levels  # not (high - low) / levels, which can overflow
+        self.is_zero = base == 0
+        self.base = torch.where(self.is_zero, 1.0, base)
+        self.u = w / self.base[:, None]
+        self.middle = (low / self.base + high / self.base) / 2
+        self.scaled, self.codes = torch.empty_like(self.u), torch.empty_like(self.u)
+        self.error = torch.full_like(base, float("inf"))
+        self.factor = torch.ones_like(base)
+        self.zero_point = None if args.symmetric else torch.zeros_like(base)
+
+    def centred_zero_point(self, factor: Tensor) -> Tensor | None:
+        """The zero point that puts the middle of a group's range at the middle of the codes; None if symmetric."""
+        if self.args.symmetric:
+            return None
+        centre = (self.args.quant_min + self.args.quant_max) / 2
+        return (centre - self.middle / factor).round_().clamp_(self.args.quant_min, self.args.quant_max)
+
+    def consider(self, factor: Tensor, zero_point: Tensor | None) -> None:
+        """Keep a candidate where it has less squared error."""
+        if self.dtype != torch.float32:
+            factor = _representable(factor * self.base, self.dtype, _reach(self.args, zero_point)).float() / self.base
+        self._round(factor, zero_point)
+        self.codes -= self.scaled
+        error = torch.linalg.vecdot(self.codes, self.codes) * factor.square()
+        better = error < self.error
+        self.error = torch.where(better, error, self.error)
+        self.factor = torch.where(better, factor, self.factor)
+        if zero_point is not None and self.zero_point is not None:
+            self.zero_point = torch.where(better, zero_point, self.zero_point)
+
+    def least_squares_factor(self) -> Tensor:
+        """The factor that fits the codes of the best candidate best: <u, q - zero_point> / <q - zero_point, q - zero_point>."""
+        self._round(self.factor, self.zero_point)
+        if self.zero_point is not None:
+            self.codes -= self.zero_point[:, None]
+        power = torch.linalg.vecdot(self.codes, self.codes)
+        fitted = torch.linalg.vecdot(self.u, self.codes) / power
+        return torch.where((power > 0) & (fitted != 0), fitted, self.factor)
 
     def _round(self, factor: Tensor, zero_point: Tensor | None) -> None:
+        """Fill ``scaled`` with u / factor + zero_point, and ``codes`` with that rounded and clamped."""
         torch.mul(self.u, (1.0 / factor)[:, None], out=self.scaled)
         if zero_point is not None:
             self.scaled += zero_point[:, None]
         torch.round(self.scaled, out=self.codes)
         self.codes.clamp_(self.args.quant_min, self.args.quant_max)
-
-    def __call__(self, factor: Tensor, zero_point: Tensor | None) -> Tensor:
-        self._round(factor, zero_point)
-        self.codes -= self.scaled
-        return torch.linalg.vecdot(self.codes, self.codes) * factor.square()
-
-    def refit(self, factor: Tensor, zero_point: Tensor | None) -> Tensor:
-        """Least-squares factor for the codes that ``factor`` gives: <u, q> / <q, q>."""
-        self._round(factor, zero_point)
-        if zero_point is not None:
-            self.codes -= zero_point[:, None]
-        power = torch.linalg.vecdot(self.codes, self.codes)
-        fitted = torch.linalg.vecdot(self.u, self.codes) / power
-        return torch.where((power > 0) & (fitted != 0), fitted, factor)
