@@ -6,6 +6,8 @@ import copy
 import shutil
 import tempfile
 import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Any
 
@@ -13,6 +15,19 @@ import torch
 from torch import nn
 
 _MISSING = object()
+
+
+@dataclass(frozen=True)
+class _Replaced:
+    """One name under which a module was replaced; ``shell`` is a copy of the module whose weight is on the meta device."""
+
+    model: nn.Module
+    name: str
+    module: weakref.ref[nn.Module]
+    weight: weakref.ref[nn.Parameter]
+    shell: nn.Module
+    offset: int
+    device: torch.device
 
 
 class UndoLog:
@@ -29,9 +44,8 @@ class UndoLog:
     def __init__(self, *, enabled: bool, num_bytes: int) -> None:
         self.enabled = enabled
         self._committed = False
-        self._modules: list[tuple[nn.Module, str, weakref.ref[nn.Module], nn.Module, int]] = []
+        self._replaced: list[_Replaced] = []
         self._attributes: list[tuple[Any, str, Any]] = []
-        self._offsets: dict[int, int] = {}
         self._file: IO[bytes] | None = None
         if enabled and num_bytes > shutil.disk_usage(tempfile.gettempdir()).free:
             raise ValueError(
@@ -39,22 +53,29 @@ class UndoLog:
                 "set TMPDIR to a larger disk, or undo=False"
             )
 
-    def record(self, model: nn.Module, name: str, module: nn.Module) -> None:
-        """Write a module's weight to the log just before the module is replaced."""
+    def record(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+        """Write a weight to the log just before the modules that hold it are replaced.
+
+        Args:
+            model: Where the modules are.
+            modules: Name -> module; all have the same weight, and a module may have several names.
+        """
         if not self.enabled:
             return
         if self._file is None:
             self._file = tempfile.TemporaryFile(prefix="torchq-undo-")  # noqa: SIM115 - closed in __exit__
-        weight = module.weight
+        weight = next(iter(modules.values())).weight
         assert isinstance(weight, nn.Parameter)
-        if id(module) not in self._offsets:
-            self._offsets[id(module)] = self._file.seek(0, 2)
-            self._file.write(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        shell = copy.copy(module)
-        shell._parameters = module._parameters.copy()
-        shell._parameters["weight"] = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
-        shell.__dict__["_torchq_device"] = weight.device
-        self._modules.append((model, name, weakref.ref(module), shell, self._offsets[id(module)]))
+        offset = self._file.seek(0, 2)
+        self._file.write(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        empty = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
+        shells: dict[int, nn.Module] = {}
+        for name, module in modules.items():
+            if id(module) not in shells:
+                shells[id(module)] = shell = copy.copy(module)
+                shell._parameters = module._parameters | {"weight": empty}
+            entry = _Replaced(model, name, weakref.ref(module), weakref.ref(weight), shells[id(module)], offset, weight.device)
+            self._replaced.append(entry)
 
     def save_attribute(self, owner: Any, name: str) -> None:
         """Remember an attribute that is about to change."""
@@ -81,21 +102,24 @@ class UndoLog:
                 owner.__dict__.pop(name, None)
             else:
                 owner.__dict__[name] = value
-        restored: dict[int, nn.Module] = {}
-        for model, name, reference, shell, offset in self._modules:
-            module = reference()
-            if module is None:
-                module = restored.setdefault(offset, shell)
-                if module is shell:
-                    self._read_weight(shell, offset)
-            parent_name, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent_name), attribute, module)
+        weights: dict[int, nn.Parameter] = {}
+        for entry in self._replaced:
+            module = entry.module()
+            if module is None:  # nobody else holds it: its copy takes its place
+                module, weight = entry.shell, entry.weight()
+                if weight is None:
+                    if entry.offset not in weights:
+                        weights[entry.offset] = self._read_weight(entry)
+                    weight = weights[entry.offset]
+                module._parameters["weight"] = weight
+            parent_name, _, attribute = entry.name.rpartition(".")
+            setattr(entry.model.get_submodule(parent_name), attribute, module)
 
-    def _read_weight(self, shell: nn.Module, offset: int) -> None:
+    def _read_weight(self, entry: _Replaced) -> nn.Parameter:
         assert self._file is not None
-        empty = shell._parameters["weight"]
+        empty = entry.shell._parameters["weight"]
         assert empty is not None
-        self._file.seek(offset)
+        self._file.seek(entry.offset)
         data = bytearray(self._file.read(empty.numel() * empty.element_size()))
-        weight = torch.frombuffer(data, dtype=empty.dtype).view(empty.shape).to(shell.__dict__.pop("_torchq_device"))
-        shell._parameters["weight"] = nn.Parameter(weight, requires_grad=empty.requires_grad)
+        weight = torch.frombuffer(data, dtype=empty.dtype).view(empty.shape).to(entry.device)
+        return nn.Parameter(weight, requires_grad=empty.requires_grad)

@@ -23,6 +23,15 @@ from torchq.scheme import QuantArgs, Scheme
 _SAME_SIZE_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NATIVE = ("weight_planes", "scale_and_zero", "native_zero_point")
 _CANONICAL_OF_NATIVE = ("weight_packed", "weight_scale", "weight_zero_point")
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 _KERNEL_MODULES = (wna16, wna16_cpu, w8a8_int8, fp8)  # importing them registers the ops
 _OPS = torch.ops.torchq
 
@@ -135,7 +144,7 @@ class QuantLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Module, quantized_weight: QuantizedWeight) -> QuantLinear:
-        """Return a QuantLinear with ``linear``'s bias (the same Parameter) and training mode, and the given weight."""
+        """Return a QuantLinear with ``linear``'s bias (the same Parameter), hooks and training mode, and the given weight."""
         qw, scheme = quantized_weight, quantized_weight.scheme
         out_features, in_features = qw.q.shape
         module = cls(in_features, out_features, scheme, bias=False, dtype=qw.scale.dtype, device="meta")
@@ -158,6 +167,8 @@ class QuantLinear(nn.Module):
         module.register_parameter("bias", linear._parameters.get("bias"))
         module.transposed = is_conv1d(linear)
         module.train(linear.training)
+        for name in _HOOKS:
+            module.__dict__[name] = linear.__dict__[name]
         module._set_placeholder()
         module.pack_native_()
         return module

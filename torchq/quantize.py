@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from torchq._undo import UndoLog
 from torchq._version import __version__
@@ -25,6 +26,11 @@ from torchq.report import LayerReport, QuantReport
 from torchq.scheme import Scheme
 
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_OTHER_QUANTIZERS = ("bitsandbytes", "gptqmodel", "auto_gptq", "awq", "hqq", "eetq", "aqlm", "optimum.quanto", "torchao")
+_READS_WEIGHTS_OF: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.MultiheadAttention: ("out_proj",),
+    nn.TransformerEncoderLayer: ("linear1", "linear2"),  # its fast path, in eval mode without gradients
+}
 _LISTED_NAMES = 3  # names an error message spells out before it counts the rest
 
 
@@ -104,20 +110,22 @@ def quantize_(
     report = QuantReport(
         scheme=config.resolve().name,
         algorithm=f"RTN, {config.rtn.scale_search} scales",
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_parameters=0,
         torchq_version=__version__,
     )
     todo = [plan for plan in plans if plan.scheme is not None]
+    shared = _shared_parameters(model, todo)
     with UndoLog(enabled=undo, num_bytes=sum(_weight(plan.module).nbytes for plan in todo)) as undo_log:
         entries = {}
         with _progress_bar("Quantizing", len(todo), progress) as advance:
             for plan in todo:
                 entries[plan.names[0]] = _quantize_layer(model, plan, config, device, undo_log)
                 advance()
-        report.warnings += _untie(model, todo, undo_log)
+        report.warnings += _untie(model, todo, shared, undo_log)
         undo_log.commit()
     report.layers = [entries.get(plan.names[0]) or _left_out(plan) for plan in plans]
     report.layers += _other_parameters(model, plans)
+    report.num_parameters = sum(layer.num_parameters for layer in report.layers)
     report.seconds = time.perf_counter() - started
     report.warnings += _left_out_warnings(report)
     _mark_quantized(model, report)
@@ -144,18 +152,19 @@ def plan_layers(model: nn.Module, config: QuantConfig) -> list[LayerPlan]:
         ValueError: If a pattern matches no module, nothing is left to quantize, or ``config.strict`` and something cannot be.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
+    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise ValueError(f"{_names(lazy)} are not initialized yet (lazy modules); run the model once before quantize_")
+    if "Linear" in class_names(model):
+        raise ValueError("model is a single Linear layer, which cannot be replaced in place; put it into an nn.Sequential")
     _check_patterns(modules, config)
     plans: dict[int, LayerPlan] = {}
-    inside_attention = {f"{name}.out_proj" for name, module in modules.items() if isinstance(module, nn.MultiheadAttention)}
+    read_directly = _weights_read_directly(modules)
     output_embedding = _output_embedding(model) if config.ignore == DEFAULT_IGNORE else None
     default_scheme = config.resolve()
     for name, module in modules.items():
-        if first_match(config.targets, name, module) is None:
-            continue
-        if not _is_linear_like(module):
-            if name in config.targets or any(target in class_names(module) for target in config.targets):
-                kind = type(module).__name__
-                _add(plans, LayerPlan([name], module, None, f"{kind} has a forward of its own", False))
+        target = first_match(config.targets, name, module)
+        if target is None or not ("Linear" in class_names(module) or target == name or target in class_names(module)):
             continue
         plan = LayerPlan([name], module, default_scheme)
         override = first_match(config.overrides, name, module)
@@ -164,19 +173,23 @@ def plan_layers(model: nn.Module, config: QuantConfig) -> list[LayerPlan]:
         elif override is not None:
             plan.scheme = config.resolve_override(override)
             plan.reason = None if plan.scheme else "in overrides"
-        if name in inside_attention:
-            plan.scheme, plan.reason, plan.ignored = None, "nn.MultiheadAttention reads its weight directly", False
+        obstacle = read_directly.get(name) or _obstacle(module)
+        if plan.scheme is not None and obstacle is not None:
+            plan.scheme, plan.reason, plan.ignored = None, obstacle, False
         _add(plans, plan)
-    result = list(plans.values()) + _expert_plans(model)
+    result = list(plans.values()) + _expert_plans(model, config)
+    unsupported = [plan for plan in result if not plan.scheme and not plan.ignored]
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for plan in unsupported:
+        by_reason[plan.reason or ""] += plan.names
+    lines = "\n".join(f"  {reason}: {_names(names)}" for reason, names in by_reason.items())
     if not any(plan.scheme for plan in result):
         raise ValueError(
             f"nothing to quantize: of {len(modules)} modules, none that targets={config.targets} matches is left after ignore "
-            f"and overrides; print(model) shows the names"
+            f"and overrides; print(model) shows the names" + (f". Not supported:\n{lines}" if lines else "")
         )
-    unsupported = [plan for plan in result if not plan.scheme and not plan.ignored]
     if config.strict and unsupported:
-        lines = [f"{_names(plan.names)}: {plan.reason}" for plan in unsupported]
-        raise ValueError("strict=True and these cannot be quantized; ignore them or set strict=False:\n" + "\n".join(lines))
+        raise ValueError(f"strict=True and these cannot be quantized; ignore them or set strict=False:\n{lines}")
     return result
 
 
@@ -201,12 +214,22 @@ def _check_patterns(modules: dict[str, nn.Module], config: QuantConfig) -> None:
         if field_name == "ignore" and patterns == DEFAULT_IGNORE:
             continue
         for pattern in patterns:
-            if not any(matches(pattern, name, module) for name, module in modules.items()):
-                linears = [name for name, module in modules.items() if _is_linear_like(module)]
+            found = {name: module for name, module in modules.items() if matches(pattern, name, module)}
+            if not found:
+                linears = [name for name, module in modules.items() if "Linear" in class_names(module)]
                 raise ValueError(
                     f"{field_name}: {pattern!r} matches no module of {type(modules['']).__name__}; give a class name "
                     f"('Linear'), an exact name or 're:<pattern>'. Linear layers: {_names(linears)}"
                 )
+            if any("Linear" in class_names(module) for module in found.values()):
+                continue
+            for name, module in found.items():
+                if any("Linear" in class_names(child) for child in module.modules()):
+                    inside = re.escape(f"{name}.") if name else ""
+                    raise ValueError(
+                        f"{field_name}: {pattern!r} matches {name or 'the model'} ({type(module).__name__}), which contains "
+                        f"Linear layers but is none, so it would have no effect; use 're:{inside}.*' to mean the layers in it"
+                    )
 
 
 def _output_embedding(model: nn.Module) -> nn.Module | None:
@@ -219,21 +242,45 @@ def _output_embedding(model: nn.Module) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else getattr(model, "lm_head", None)
 
 
-def _is_linear_like(module: nn.Module) -> bool:
-    """Whether a module computes what nn.Linear or Conv1D computes (a subclass with its own forward may not)."""
-    if is_conv1d(module):
-        return True
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+def _obstacle(module: nn.Module) -> str | None:
+    """Why a module cannot be replaced by a QuantLinear, or None: it must compute what its weight says, and own that weight."""
+    computes_linear = is_conv1d(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+    if not computes_linear or "forward" in module.__dict__:
+        return f"{type(module).__name__} has a forward of its own"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed from others (parametrization, weight norm, pruning)"
+    if type(weight) is not nn.Parameter:
+        return f"its weight is a {type(weight).__name__}"
+    return None if weight.numel() else "its weight is empty"
 
 
-def _expert_plans(model: nn.Module) -> list[LayerPlan]:
-    """Fused expert parameters, [experts, ., .]: not nn.Linear, so they stay in 16 bits."""
+def _weights_read_directly(modules: dict[str, nn.Module]) -> dict[str, str]:
+    """Layers whose parent reads their weight instead of calling them -> the reason to leave them alone."""
+    return {
+        f"{name}.{child}" if name else child: f"nn.{kind.__name__} reads its weight directly"
+        for name, module in modules.items()
+        for kind, children in _READS_WEIGHTS_OF.items()
+        if isinstance(module, kind)
+        for child in children
+    }
+
+
+def _expert_plans(model: nn.Module, config: QuantConfig) -> list[LayerPlan]:
+    """Stacked matrices such as fused experts, [experts, ., .]: no nn.Linear, so they stay in 16 bits."""
     plans = []
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 3 and "expert" in name.lower():
-            holder = nn.Module()
-            holder.register_parameter("weight", parameter)
-            plans.append(LayerPlan([name], holder, None, "fused 3-D expert parameter, not supported yet", False))
+        owner_name = name.rpartition(".")[0]
+        owner = model.get_submodule(owner_name)
+        stacked = parameter.ndim == 3 and ("expert" in name.lower() or min(parameter.shape) > 1)
+        if not stacked or isinstance(owner, (nn.modules.conv._ConvNd, ParametrizationList)):
+            continue
+        holder = nn.Module()
+        holder.register_parameter("weight", parameter)
+        plan = LayerPlan([name], holder, None, "3-D parameter (fused experts), not supported yet", False)
+        if first_match(config.ignore, name, owner) or first_match(config.ignore, owner_name, owner):
+            plan.reason, plan.ignored = "in ignore", True
+        plans.append(plan)
     return plans
 
 
@@ -249,7 +296,7 @@ def check_not_quantized(model: nn.Module) -> None:
                 f"the model is already quantized by torchq ({name}); start from the 16-bit model, or load the checkpoint with "
                 "load_pretrained(..., dequantize=True)"
             )
-        if kind.__module__.startswith(("bitsandbytes", "gptqmodel", "auto_gptq", "awq", "hqq", "eetq", "aqlm", "optimum.quanto")):
+        if kind.__module__.startswith(_OTHER_QUANTIZERS):
             raise ValueError(
                 f"the model is already quantized: {name} is a {kind.__module__}.{kind.__name__}; load the 16-bit model instead"
             )
@@ -258,6 +305,11 @@ def check_not_quantized(model: nn.Module) -> None:
         raise ValueError(
             f"the model is already quantized: its config says quant_method={method!r}; load the 16-bit model instead"
         )
+    for name, parameter in model.named_parameters():
+        if type(parameter).__module__.startswith(_OTHER_QUANTIZERS):
+            raise ValueError(
+                f"the model is already quantized: {name} is a {type(parameter).__name__}; load the 16-bit model instead"
+            )
     packed = [name for name, p in model.named_parameters() if p.ndim == 2 and not p.is_floating_point()]
     if packed:
         raise ValueError(f"the model is already quantized: {_names(packed)} hold integers; load the 16-bit model instead")
@@ -353,11 +405,14 @@ def _quantize_layer(
     quantized, relative_error = quantize_weight(matrix.to(device or home), plan.scheme, config.rtn)
     del matrix
     replacements: dict[int, QuantLinear] = {}
-    for name, module in plan.modules.items():
+    for module in plan.modules.values():
         if id(module) not in replacements:
             replacements[id(module)] = QuantLinear.from_linear(module, quantized).to(home)
-        undo_log.record(model, name, module)
+    undo_log.record(model, plan.modules)
+    for name, module in plan.modules.items():
         set_module(model, name, replacements[id(module)])
+    plan.module = replacements[id(plan.module)]
+    plan.modules.clear()  # lets go of the weight
     out_features, in_features = quantized.q.shape
     specs = buffer_specs(plan.scheme, out_features, in_features, quantized.scale.dtype)
     bits = sum(math.prod(shape) * dtype.itemsize * 8 for name, (shape, dtype) in specs.items() if name != "weight_shape")
@@ -381,8 +436,19 @@ def set_module(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent_name), attribute, module)
 
 
-def _untie(model: nn.Module, todo: list[LayerPlan], undo_log: UndoLog) -> list[str]:
-    """If the output embedding was quantized and shared its weight with the input embedding, say that they are separate now."""
+def _shared_parameters(model: nn.Module, todo: list[LayerPlan]) -> dict[str, str]:
+    """Parameters (of embeddings, say) that are the weight of a layer to be quantized: the layer's -> the other's name."""
+    plans = {id(_weight(plan.module)): plan for plan in todo}
+    shared = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        plan = plans.get(id(parameter))
+        if plan is not None and name.rpartition(".")[0] not in plan.modules:
+            shared[f"{plan.names[0]}.weight"] = name
+    return shared
+
+
+def _untie(model: nn.Module, todo: list[LayerPlan], shared: dict[str, str], undo_log: UndoLog) -> list[str]:
+    """Say which weights are separate now that one of them is quantized, and make transformers' records say so too."""
     names = {name for plan in todo for name in plan.names}
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     broken = {
@@ -390,16 +456,18 @@ def _untie(model: nn.Module, todo: list[LayerPlan], undo_log: UndoLog) -> list[s
         for target, source in tied.items()
         if target.rpartition(".")[0] in names or source.rpartition(".")[0] in names
     }
-    if not broken:
+    if broken:
+        undo_log.save_attribute(model, "all_tied_weights_keys")
+        model.all_tied_weights_keys = {t: s for t, s in tied.items() if t not in broken}  # type: ignore[assignment]
+        model_config = getattr(model, "config", None)
+        if model_config is not None and getattr(model_config, "tie_word_embeddings", False):
+            undo_log.save_attribute(model_config, "tie_word_embeddings")
+            model_config.tie_word_embeddings = False
+    pairs = shared | broken
+    if not pairs:
         return []
-    undo_log.save_attribute(model, "all_tied_weights_keys")
-    model.all_tied_weights_keys = {t: s for t, s in tied.items() if t not in broken}  # type: ignore[assignment]
-    model_config = getattr(model, "config", None)
-    if model_config is not None and getattr(model_config, "tie_word_embeddings", False):
-        undo_log.save_attribute(model_config, "tie_word_embeddings")
-        model_config.tie_word_embeddings = False
-    pairs = ", ".join(f"{target} from {source}" for target, source in broken.items())
-    return [f"untied {pairs}: only the quantized layer changed, the other keeps its 16-bit weight (tie_word_embeddings=False)"]
+    listed = ", ".join(f"{target} from {source}" for target, source in pairs.items())
+    return [f"untied {listed}: only the quantized layer changed, the other keeps its 16-bit weight"]
 
 
 # -------------------------------------------------------------------------------------------------------------------- report
@@ -413,7 +481,7 @@ def _left_out(plan: LayerPlan) -> LayerReport:
 
 def _other_parameters(model: nn.Module, plans: list[LayerPlan]) -> list[LayerReport]:
     """Account for every other parameter: matrices (embeddings) by name, vectors (norms, biases) as one entry."""
-    planned = {id(getattr(module, "weight", None)) for plan in plans for module in (plan.module, *plan.modules.values())}
+    planned = {id(getattr(plan.module, "weight", None)) for plan in plans if plan.scheme is None}
     entries, vectors, bits = [], 0, 0
     for name, parameter in model.named_parameters():
         if id(parameter) in planned:
@@ -445,6 +513,7 @@ def _mark_quantized(model: nn.Module, report: QuantReport) -> None:
     """Keep the report on the model, and drop what a GGUF file left behind (it would block saving)."""
     if quantization_method(model) == "gguf":
         strip_quantization_config(model)
+    flag_configs(model, True)
     model.quant_report = report  # type: ignore[assignment]
 
 
@@ -456,6 +525,17 @@ def strip_quantization_config(model: nn.Module) -> None:
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):
         if name in model.__dict__:
             delattr(model, name)
+    flag_configs(model, False)
+
+
+def flag_configs(model: nn.Module, packed: bool) -> None:
+    """Tell transformers' attention where to find a dtype: in the config if ``packed``, else in the first nn.Linear it finds."""
+    for module in model.modules():
+        model_config: Any = getattr(module, "config", None)
+        if hasattr(model_config, "model_type"):
+            model_config.__dict__.pop("_is_quantized", None)
+            if packed:
+                model_config._is_quantized = True
 
 
 def collapse(names: list[str]) -> list[str]:
