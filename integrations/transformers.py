@@ -7,6 +7,7 @@ name ``"torchq"`` (``"compressed-tensors"`` belongs to transformers' own, which 
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -50,18 +51,33 @@ class PackedLoader(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         config: PackedLoadConfig = self.quantization_config
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        dtype_plan: dict[str, torch.dtype] = model._get_dtype_plan(model.dtype)  # type: ignore[operator]  # pattern -> float32, for layers that a model keeps in it
         for name, checkpoint_name in _checkpoint_module_names(model).items():
             module = model.get_submodule(name)
             scheme = config.parsed.scheme_for(checkpoint_name, class_names(module))
             scale = config.header.get(f"{checkpoint_name}.weight_scale")
-            if scheme is None or (scale is None and f"{checkpoint_name}.weight" in config.header):
+            _, stored = config.header.get(f"{checkpoint_name}.weight", (None, None))
+            plain = stored is not None and stored.is_floating_point and stored.itemsize > 1
+            if scheme is None or (scale is None and plain):
+                if not plain and stored is not None:
+                    raise ValueError(
+                        f"{checkpoint_name}.weight is {stored} in the checkpoint, but quantization_config has no scheme for it; "
+                        "config.json does not belong to these weights"
+                    )
+                continue
+            if scale is None and f"{name}.weight" in tied:  # the embedding's weight is its own, whatever `ignore` calls it
                 continue
             weight = module.weight
             assert isinstance(weight, torch.Tensor)
             out_features, in_features = weight.shape[::-1] if is_conv1d(module) else weight.shape
             _check_shapes(checkpoint_name, config, scheme, (out_features, in_features))
-            packed = QuantLinear(in_features, out_features, scheme, bias=False, dtype=weight.dtype, device="meta")
-            if scale is not None and scale[1] != weight.dtype:
+            dtype = next(
+                (dtype for pattern, dtype in dtype_plan.items() if re.search(pattern.replace("*", ".*"), f"{name}.weight")),
+                weight.dtype,
+            )
+            packed = QuantLinear(in_features, out_features, scheme, bias=False, dtype=dtype, device="meta")
+            if scale is not None and scale[1] != dtype:
                 for buffer_name in ("weight_scale", "input_scale"):
                     buffer = packed._buffers.get(buffer_name)
                     if buffer is not None:
@@ -70,16 +86,19 @@ class PackedLoader(HfQuantizer):
             packed.requires_grad_(False)
             packed.transposed = is_conv1d(module)
             set_module(model, name, packed)
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         return model
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        wrong = [name for name, parameter in model.named_parameters() if parameter.shape != self._shapes.get(name)]
+        if wrong:  # transformers 5.17 lets these pass where there is a quantizer
+            raise ValueError(f"{len(wrong)} tensors of another shape than the model's: {', '.join(wrong)}")
         header = self.quantization_config.header
         names = _checkpoint_module_names(model)
         for name, module in model.named_modules():
             if isinstance(module, QuantLinear):
-                stored = header.get(f"{names.get(name, name)}.weight_scale")
-                for buffer_name in ("weight_scale", "input_scale"):  # "keep in float32" patterns reach scales too
-                    buffer = module._buffers.get(buffer_name)
+                for buffer_name, buffer in module._buffers.items():  # "keep in float32" patterns cast these too, exactly
+                    stored = header.get(f"{names[name]}.{buffer_name}")
                     if stored is not None and buffer is not None:
                         module._buffers[buffer_name] = buffer.to(stored[1])
                 module._set_placeholder()

@@ -13,7 +13,7 @@ from torchq.checkpoint.safetensors_io import DTYPES, read_header
 from torchq.checkpoint.schema import read_config
 from torchq.checkpoint.writer import INDEX_NAME, REPORT_NAME, WEIGHTS_NAME
 from torchq.linear import QuantLinear
-from torchq.quantize import set_module, strip_quantization_config
+from torchq.quantize import flag_configs, set_module, strip_quantization_config
 from torchq.report import QuantReport
 
 _LISTED = 10
@@ -45,9 +45,8 @@ def load_pretrained(
 
     Raises:
         FileNotFoundError: If the folder, a shard or config.json does not exist.
-        ValueError: If the checkpoint is not quantized with compressed-tensors, a file is damaged, tensors are missing,
-        unexpected or
-            of a wrong shape.
+        ValueError: If the checkpoint is not quantized with compressed-tensors, a file is damaged, or tensors are missing,
+            unexpected, or of a wrong shape.
         NotImplementedError: If it uses a format or scheme torchq does not support.
     """
     folder = _resolve(model, revision, token)
@@ -62,8 +61,8 @@ def load_pretrained(
 
     from torchq.integrations.transformers import PackedLoadConfig
 
-    config = transformers.AutoConfig.from_pretrained(folder)
-    model_class = _model_class(transformers, config)
+    model_class = _model_class(transformers, raw_config)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     config.quantization_config = PackedLoadConfig(parsed, header).__dict__
     loaded, info = model_class.from_pretrained(
         folder,
@@ -71,14 +70,17 @@ def load_pretrained(
         dtype=dtype or "auto",
         device_map=None if device is None else {"": device},
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are an error, but one that names them
         local_files_only=True,
     )
+    info["integer_keys"] = [name for name, parameter in loaded.named_parameters() if not parameter.is_floating_point()]
     _check_complete(folder, info)
     strip_quantization_config(loaded)
+    flag_configs(loaded, True)
     if (folder / REPORT_NAME).exists():
-        loaded.quant_report = QuantReport.from_dict(_read_json(folder / REPORT_NAME))
+        loaded.quant_report = _read_report(folder / REPORT_NAME)
     if dequantize:
-        dequantize_(loaded, dtype)
+        dequantize_(loaded)
     return loaded.eval()
 
 
@@ -92,6 +94,7 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, QuantLinear):
             set_module(model, name, to_linear(module, dtype))
+    flag_configs(model, False)
     if hasattr(model, "quant_report"):
         del model.quant_report
 
@@ -115,7 +118,12 @@ def to_linear(module: QuantLinear, dtype: torch.dtype | None = None) -> nn.Modul
 def read_headers(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return checkpoint tensor name -> (shape, dtype) over all shards, after checking that every file is there and whole."""
     index_path = folder / INDEX_NAME
-    files = sorted(set(_read_json(index_path)["weight_map"].values())) if index_path.exists() else [WEIGHTS_NAME]
+    files = [WEIGHTS_NAME]
+    if index_path.exists():
+        weight_map = _read_json(index_path).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ValueError(f"{index_path} has no weight_map from tensor to file names; download or save the checkpoint again")
+        files = sorted(set(weight_map.values()))
     missing = [file for file in files if not (folder / file).exists()]
     if missing:
         raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}; download or save the checkpoint again")
@@ -147,18 +155,27 @@ def _read_json(path: Path) -> dict[str, Any]:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} holds no JSON object; download or save the checkpoint again")
     return data
 
 
-def _model_class(transformers: Any, config: Any) -> Any:
-    names = config.architectures or []
+def _read_report(path: Path) -> QuantReport:
+    try:
+        return QuantReport.from_dict(_read_json(path))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a report of this torchq version ({error!r}); remove it to load the model") from error
+
+
+def _model_class(transformers: Any, config: dict[str, Any]) -> Any:
+    names = config.get("architectures") or []
     for name in names:
-        found = getattr(transformers, name, None)
-        if found is not None:
+        found = getattr(transformers, str(name), None)
+        if config.get("model_type") in transformers.CONFIG_MAPPING and hasattr(found, "from_pretrained"):
             return found
     raise ValueError(
-        f"config.json names the architectures {names}, none of which transformers {transformers.__version__} has; "
-        "torchq runs no code from a checkpoint"
+        f"config.json has model_type={config.get('model_type')!r} and architectures={names}, which transformers "
+        f"{transformers.__version__} does not know; torchq runs no code from a checkpoint"
     )
 
 
@@ -168,6 +185,7 @@ def _check_complete(folder: Path, info: dict[str, Any]) -> None:
         ("missing_keys", "missing from the checkpoint"),
         ("unexpected_keys", "in the checkpoint but not in the model"),
         ("mismatched_keys", "of another shape than the model's"),
+        ("integer_keys", "of integers where the model has floating point"),
         ("error_msgs", "errors"),
     ):
         keys = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in info.get(kind) or ())

@@ -32,6 +32,7 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_MAX_HEADER_BYTES = 100_000_000  # the safetensors package's own limit
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -97,19 +98,24 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
+        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
             raise ValueError(f"{path.name} is truncated or not a safetensors file ({size} bytes); download or save it again")
-        try:
-            header: dict[str, Any] = json.loads(file.read(length))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path.name} is not a safetensors file: its header is damaged") from error
-    header.pop("__metadata__", None)
-    needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        text = file.read(length)
+    try:
+        header: dict[str, Any] = json.loads(text)
+        header.pop("__metadata__", None)
+        needed = 8 + length + max((_checked_end(name, entry) for name, entry in header.items()), default=0)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path.name} is damaged, or not a safetensors file: {error}; download or save it again") from error
     if size < needed:
         raise ValueError(f"{path.name} is truncated: {size} bytes of {needed}; download or save it again")
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        dtype = DTYPES.get(entry["dtype"])
-        if dtype is not None and math.prod(entry["shape"]) * dtype.itemsize != end - begin:
-            raise ValueError(f"{path.name} is damaged: the size of {name} does not fit its shape")
     return header
+
+
+def _checked_end(name: str, entry: dict[str, Any]) -> int:
+    """Return where a tensor's data ends, after checking that it fits its shape and dtype."""
+    begin, end = entry["data_offsets"]
+    dtype = DTYPES.get(entry["dtype"])
+    if not 0 <= begin <= end or (dtype is not None and math.prod(entry["shape"]) * dtype.itemsize != end - begin):
+        raise ValueError(f"the size of {name} does not fit its shape")
+    return int(end)

@@ -111,31 +111,66 @@ def read_config(config: Mapping[str, Any]) -> ParsedConfig:
         ValueError: If it is not compressed-tensors, or is damaged.
         NotImplementedError: If it uses something torchq does not support, naming it.
     """
+    if not isinstance(config, Mapping):
+        raise ValueError(f"quantization_config must be a JSON object, got {config!r}")
     method = config.get("quant_method")
     if method != "compressed-tensors":
         raise ValueError(f"quant_method must be 'compressed-tensors', got {method!r}")
     if config.get("kv_cache_scheme"):
         raise NotImplementedError("kv_cache_scheme in quantization_config is not supported yet")
     for key in ("transform_config", "sparsity_config"):
-        if (config.get(key) or {}).get("config_groups") or (config.get(key) or {}).get("targets"):
+        settings = _object(config, key)
+        if settings.get("config_groups") or settings.get("targets"):
             raise NotImplementedError(f"{key} in quantization_config is not supported")
     groups = []
-    for group_name, group in (config.get("config_groups") or {}).items():
+    for group_name, group in _object(config, "config_groups").items():
         if not isinstance(group, Mapping) or not group.get("weights"):
             raise NotImplementedError(f"config_groups[{group_name!r}] quantizes no weights; torchq reads weight schemes only")
         if group.get("output_activations"):
             raise NotImplementedError(f"config_groups[{group_name!r}] quantizes output_activations, which is not supported")
-        activations = group.get("input_activations")
-        scheme = Scheme(_read_args(group["weights"]), _read_args(activations) if activations else None, _scheme_name(group))
+        scheme = _read_scheme(group_name, group)
         declared = group.get("format") or config.get("format")
         if declared not in (None, scheme.format, "mixed-precision"):
             raise NotImplementedError(
                 f"config_groups[{group_name!r}] is stored as format={declared!r}, torchq reads this scheme as {scheme.format!r}"
             )
-        groups.append(SchemeGroup(tuple(group.get("targets") or ()), scheme))
+        groups.append(SchemeGroup(_patterns(group, "targets"), scheme))
     if not groups:
         raise ValueError("quantization_config has no config_groups")
-    return ParsedConfig(tuple(groups), tuple(config.get("ignore") or ()))
+    return ParsedConfig(tuple(groups), _patterns(config, "ignore"))
+
+
+def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{key} in quantization_config must be a JSON object, got {value!r}")
+    return value
+
+
+def _patterns(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = config.get(key) or ()
+    if not isinstance(value, (list, tuple)) or not all(isinstance(pattern, str) for pattern in value):
+        raise ValueError(f"{key} in quantization_config must be a list of names and patterns, got {value!r}")
+    for pattern in value:
+        if pattern.startswith("re:"):
+            try:
+                re.compile(pattern[3:])
+            except re.error as error:
+                raise ValueError(f"{key} in quantization_config: {pattern!r} is not a regular expression: {error}") from error
+    return tuple(value)
+
+
+def _read_scheme(group_name: str, group: Mapping[str, Any]) -> Scheme:
+    """Parse one group; settings that make no sense are a ValueError, those that torchq cannot combine NotImplementedError."""
+    activations = group.get("input_activations")
+    try:
+        arguments = _read_args(group["weights"]), _read_args(activations) if activations else None, _scheme_name(group)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"config_groups[{group_name!r}] is damaged: {error}") from error
+    try:
+        return Scheme(*arguments)
+    except ValueError as error:
+        raise NotImplementedError(f"config_groups[{group_name!r}] is not supported: {error}") from error
 
 
 def _read_args(fields: Mapping[str, Any]) -> QuantArgs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -29,8 +30,9 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, tokenizer: Any = No
     """Save a quantized model as a compressed-tensors checkpoint that vLLM, transformers and torchq load.
 
     Writes safetensors shards (one layer in memory at a time), ``config.json``, ``generation_config.json``, the
-    tokenizer's files and
-    ``quant_report.json`` into a temporary folder beside ``folder``, then renames it: a crash leaves no half checkpoint.
+    tokenizer's files and ``quant_report.json`` into a temporary folder beside ``folder``, then renames it: a crash leaves no
+    half checkpoint. (An empty ``folder`` that exists, which may be a mount point or a link, is kept: there the temporary folder
+    is inside, and ``config.json``, without which nothing loads, is moved last.)
 
     Args:
         model: A transformers model that :func:`torchq.quantize_` quantized.
@@ -47,7 +49,8 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, tokenizer: Any = No
     limit = parse_size(max_shard_size)
     check_saveable(model, target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    existed = target.exists()
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target if existed else target.parent))
     try:
         names = write_weights(model, staging, limit)
         _write_configs(model, names, staging)
@@ -56,12 +59,31 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, tokenizer: Any = No
         report = getattr(model, "quant_report", None)
         if report is not None:
             report.to_json(staging / REPORT_NAME)
-        staging.chmod(0o755)
-        if target.exists():
-            target.rmdir()  # empty: checked above
-        staging.rename(target)
+        _publish(staging, target, existed)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _publish(staging: Path, target: Path, existed: bool) -> None:
+    """Give the finished files their place: the folder itself is renamed, or moved into one that existed."""
+    for file in staging.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+    if not existed:
+        staging.chmod(0o755)
+        staging.rename(target)
+        return
+    moved = []
+    try:
+        for file in sorted(staging.iterdir(), key=lambda file: file.name == "config.json"):
+            file.rename(target / file.name)
+            moved.append(target / file.name)
+        staging.rmdir()
+    except BaseException:
+        for file in reversed(moved):
+            file.unlink(missing_ok=True)
         raise
 
 
@@ -86,11 +108,11 @@ def parse_size(size: int | str) -> int:
     """Return a number of bytes from an int or a string such as ``"5GB"`` or ``"512MiB"``."""
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", str(size), re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B\s*", str(size), re.IGNORECASE)
     if match is None or float(match[1]) <= 0:
         raise ValueError(f"max_shard_size must be a number of bytes or a string such as '5GB', got {size!r}")
     base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    return int(float(match[1]) * base ** " KMGT".index((match[2] or " ").upper()))
 
 
 # ------------------------------------------------------------------------------------------------------------------- weights
@@ -152,20 +174,14 @@ def write_weights(model: nn.Module, folder: Path, max_shard_bytes: int) -> dict[
         weight_map = {key: files[i] for i, shard in enumerate(shards) for key in shard}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    current, writer = -1, None
-    try:
-        for name, own in module_tensors(model):
-            if shard_of[name] != current:
-                if writer is not None:
-                    writer.__exit__(None, None, None)
-                current = shard_of[name]
-                writer = ShardWriter(folder / files[current], shards[current])
-            assert writer is not None
-            for key, tensor in to_checkpoint(own).items():
-                writer.write(key, tensor)
-    finally:
-        if writer is not None:
-            writer.__exit__(None, None, None)
+    written: Iterator[tuple[int, dict[str, Tensor]]] = (
+        (shard_of[name], to_checkpoint(own)) for name, own in module_tensors(model)
+    )
+    for shard, group in itertools.groupby(written, key=lambda item: item[0]):
+        with ShardWriter(folder / files[shard], shards[shard]) as writer:
+            for _, tensors in group:
+                for key, tensor in tensors.items():
+                    writer.write(key, tensor)
     return {key: name for name, tensors in units for key in tensors}
 
 
@@ -192,14 +208,11 @@ def _write_configs(model: Any, names: dict[str, str], folder: Path) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["quantization_config"] = quantization_config(model, names)
-    if not config.get("architectures"):
-        config["architectures"] = [type(model).__name__]
+    config["architectures"] = [type(model).__name__]
+    config["dtype"] = str(model.dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         model.generation_config.save_pretrained(folder)
-    for file in folder.iterdir():
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
 
 
 def quantization_config(model: nn.Module, names: dict[str, str]) -> dict[str, Any]:
@@ -224,6 +237,12 @@ def quantization_config(model: nn.Module, names: dict[str, str]) -> dict[str, An
             pattern = rf"re:{re.escape(module_name.get(holder, holder).split('.experts')[0])}\.experts(\..*)?$"
             if pattern not in unquantized:
                 unquantized.append(pattern)
+    to_checkpoint = checkpoint_converter(model)
+    for target in getattr(model, "all_tied_weights_keys", None) or {}:  # in no file, but readers build the layer: both names
+        name = target.rpartition(".")[0]
+        if name in unquantized:
+            renamed = next(iter(to_checkpoint({target: torch.empty(0, device="meta")}))).rpartition(".")[0]
+            unquantized += [renamed] if renamed not in unquantized else []
     return write_config(schemes, unquantized)
 
 
