@@ -53,7 +53,7 @@ def quantize_activations(tokens: Tensor, input_scale: Tensor | None, dynamic_gro
     groups = values.unflatten(1, (-1, dynamic_group)) if dynamic_group > 0 else values.unsqueeze(1)
     if input_scale is None:
         scale = groups.abs().amax(dim=-1).div_(FP8_MAX)
-        scale = torch.where(scale > 0, scale, 1.0)
+        scale = torch.where(scale == 0, 1.0, scale)
     else:
         scale = input_scale.float().reshape(1, 1)
     return (groups / scale.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX).flatten(1).to(FP8), scale
@@ -89,7 +89,7 @@ def fp8_linear(
     Raises:
         ValueError: If a shape or dtype doesn't fit the above.
     """
-    _check_fp8_args(x, weight)
+    _check_fp8_args(x, weight, weight_scale, input_scale, bias, dynamic_group, block_rows, block_columns)
     tokens = x.reshape(-1, x.shape[-1])
     quantized = input_scale is not None or dynamic_group >= 0
     x_scale: Tensor | None = None
@@ -131,19 +131,24 @@ def _tiled_matmul(
     block_columns: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Decode the weight a tile of rows at a time and multiply; scales on the output where they are per row."""
+    """Decode the weight a tile of rows at a time and multiply; scales on the output where they are per row.
+
+    Sums of unscaled fp8 values overflow float16: there a CPU, whose float16 matmul is slow anyway, computes in float32, and
+    other devices scale the operands.
+    """
     (m, k), n = tokens.shape, weight.shape[0]
-    per_row = x_scale is not None and x_scale.shape[1] == 1
-    compute = torch.bfloat16 if dtype == torch.bfloat16 or (per_row and dtype == torch.float16) else torch.float32
-    values = tokens.to(compute if x_scale is not None else dtype)
-    if x_scale is not None and not per_row:
+    on_cpu = tokens.device.type == "cpu"
+    compute = torch.float32 if dtype == torch.float16 and on_cpu else dtype
+    per_row = compute != torch.float16 and x_scale is not None and x_scale.shape[1] == 1
+    if x_scale is None or per_row:
+        values = tokens.to(compute)
+    else:
         values = (tokens.float().unflatten(1, (x_scale.shape[1], -1)) * x_scale.unsqueeze(-1)).flatten(1).to(compute)
-    compute = values.dtype
     y = torch.empty(m, n, dtype=dtype, device=tokens.device)
     step = max(1, _TILE_WEIGHTS // max(k, 1))
     if block_rows:
         step = max(1, step // block_rows) * block_rows
-    if tokens.device.type != "cpu":
+    if not on_cpu:
         step = n
     for start in range(0, n, max(step, 1)):
         rows = slice(start, min(start + step, n))
@@ -154,7 +159,10 @@ def _tiled_matmul(
             acc = F.linear(values, tile).float()
         else:
             scale = weight_scale if weight_scale.numel() == 1 else weight_scale[rows]
-            acc = F.linear(values, tile).float() * scale.float().reshape(1, -1)
+            if compute == torch.float16:
+                acc = F.linear(values, tile.mul_(scale.to(compute).reshape(-1, 1))).float()
+            else:
+                acc = F.linear(values, tile).float() * scale.float().reshape(1, -1)
         if per_row and x_scale is not None:
             acc *= x_scale
         if bias is not None:
@@ -178,11 +186,39 @@ def decode_fp8(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return bits.view(torch.bfloat16).mul_(2.0**120).to(dtype)
 
 
-def _check_fp8_args(x: Tensor, weight: Tensor) -> None:
-    if weight.dtype != FP8 or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(f"weight must be {FP8} [N, {x.shape[-1]}], got {weight.dtype} {list(weight.shape)}")
+def _check_fp8_args(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    dynamic_group: int,
+    block_rows: int,
+    block_columns: int,
+) -> None:
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(
             f"x must be floating point with 16 or more bits, got {x.dtype}; where the model casts to this layer's "
             "weight.dtype, add the layer to ignore"
         )
+    if x.ndim == 0:
+        raise ValueError("x must be [..., K], got a 0-D tensor")
+    k = x.shape[-1]
+    if weight.dtype != FP8 or weight.ndim != 2 or weight.shape[1] != k:
+        raise ValueError(f"weight must be {FP8} [N, {k}], got {weight.dtype} {list(weight.shape)}")
+    n = weight.shape[0]
+    if (block_rows > 0) != (block_columns > 0):
+        raise ValueError(f"block_rows and block_columns go together, got {block_rows} and {block_columns}")
+    shapes = [(-(-n // block_rows), -(-k // block_columns))] if block_rows else [(n, 1), (1,)]
+    if weight_scale.shape not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"weight_scale must be {expected}, got {list(weight_scale.shape)}")
+    if input_scale is not None and (input_scale.shape != (1,) or dynamic_group >= 0):
+        raise ValueError(
+            f"input_scale must be [1] with dynamic_group=-1 (static activations), got {list(input_scale.shape)} with "
+            f"dynamic_group={dynamic_group}"
+        )
+    if dynamic_group > 0 and k % dynamic_group:
+        raise ValueError(f"dynamic_group must divide {k} in_features, got {dynamic_group}")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"bias must be [{n}], got {list(bias.shape)}")

@@ -4,16 +4,19 @@ Shapes: M tokens, N out_features, K in_features. With x_q = clamp(round(x / x_sc
 
     y[m, n] = x_scale[m] * weight_scale[n] * (sum_k x_q[m, k] * weight[n, k] - x_zero_point * sum_k weight[n, k]) + bias[n]
 
-The sum is exact in int32; the rest is float32, rounded once to the activations' dtype. Dynamic scales are absmax / 127 of each
-token; a token of zeros has scale 1. Static ones are given.
+The sums are exact in int32 (up to K = 65793); the rest is float32, rounded once to the activations' dtype. Dynamic scales are
+absmax / 127 of each token; a token of zeros has scale 1. Static ones are given.
 
-CPU and CUDA: ``torch._int_mm`` (VNNI / AMX, or cuBLAS where the shape allows it; exact float32 matmul elsewhere).
+CPU and CUDA: ``torch._int_mm`` (VNNI / AMX, or cuBLAS where the shape allows it), else a floating-point matmul that is exact.
 """
+
+import functools
 
 import torch
 from torch import Tensor
 
 _INT8_MAX = 127.0
+_EXACT_COLUMNS = 1 << 10  # this many products of int8 sum up to 2^24 at most: exact in float32
 
 
 def w8a8_int8_ref(
@@ -26,7 +29,7 @@ def w8a8_int8_ref(
 ) -> Tensor:
     """Compute what :func:`w8a8_int8` computes, with the integer matmul in float64 (exact), on any device."""
     x_q, x_scale = quantize_activations(x.reshape(-1, x.shape[-1]), input_scale, input_zero_point)
-    acc = (x_q.double() @ weight.double().t()).float()
+    acc = (x_q.double() @ weight.double().t()).to(torch.int32)
     return _epilogue(acc, x, x_scale, weight, weight_scale, input_zero_point, bias)
 
 
@@ -35,7 +38,7 @@ def quantize_activations(tokens: Tensor, input_scale: Tensor | None, input_zero_
     values = tokens.float()
     if input_scale is None:
         scale = values.abs().amax(dim=1, keepdim=True).div_(_INT8_MAX)
-        scale = torch.where(scale > 0, scale, 1.0)
+        scale = torch.where(scale == 0, 1.0, scale)  # NaN stays, and makes the whole token NaN
     else:
         scale = input_scale.float().reshape(1)
     codes = torch.round(values / scale)
@@ -54,12 +57,12 @@ def _epilogue(
     bias: Tensor | None,
 ) -> Tensor:
     if input_zero_point is not None:
-        acc = acc - input_zero_point.float() * weight.sum(dim=1, dtype=torch.int32).float()
-    acc = acc * x_scale
-    acc *= weight_scale.float().reshape(1, -1)
+        acc = acc - input_zero_point.to(torch.int32) * weight.sum(dim=1, dtype=torch.int32)
+    y = acc.float() * x_scale
+    y *= weight_scale.float().reshape(1, -1)
     if bias is not None:
-        acc += bias
-    return acc.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+        y += bias
+    return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
 @torch.library.custom_op("torchq::w8a8_int8", mutates_args=())
@@ -87,9 +90,9 @@ def w8a8_int8(
     Raises:
         ValueError: If a shape or dtype doesn't fit the above.
     """
-    _check_w8a8_int8_args(x, weight)
+    _check_w8a8_int8_args(x, weight, weight_scale, input_scale, input_zero_point, bias)
     x_q, x_scale = quantize_activations(x.reshape(-1, x.shape[-1]), input_scale, input_zero_point)
-    acc = _int_mm(x_q, weight).float()
+    acc = _int_mm(x_q, weight)
     return _epilogue(acc, x, x_scale, weight, weight_scale, input_zero_point, bias)
 
 
@@ -104,15 +107,53 @@ def _int_mm(x_q: Tensor, weight: Tensor) -> Tensor:
     if m == 0 or n == 0 or k == 0:
         return torch.zeros(m, n, dtype=torch.int32, device=x_q.device)
     if x_q.device.type == "cpu":
-        return torch._int_mm(x_q, weight.t())
+        return torch._int_mm(x_q, weight.t()) if k > 1 and _int_mm_is_exact() else _float_mm(x_q, weight)
     if x_q.device.type == "cuda" and k % 8 == 0 and n % 8 == 0:  # cuBLAS wants more than 16 rows
         padded = torch.nn.functional.pad(x_q, (0, 0, 0, max(0, 17 - m)))
         return torch._int_mm(padded, weight.t())[:m]
     return (x_q.double() @ weight.double().t()).to(torch.int32)
 
 
-def _check_w8a8_int8_args(x: Tensor, weight: Tensor) -> None:
-    if weight.dtype != torch.int8 or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(f"weight must be int8 [N, {x.shape[-1]}], got {weight.dtype} {list(weight.shape)}")
+@functools.cache
+def _int_mm_is_exact() -> bool:
+    """Whether ``torch._int_mm`` is exact on this CPU (probed once): without VNNI its sums of two products saturate at 16 bits.
+
+    ``torch._int_mm`` also returns garbage for K = 1, on any CPU.
+    """
+    x_q = torch.tensor([127, -128, 127], dtype=torch.int8).repeat(6)[:, None].expand(18, 64).contiguous()
+    weight = torch.tensor([127, -128], dtype=torch.int8).repeat(16)[:, None].expand(32, 64).contiguous()
+    expected = _float_mm(x_q, weight)
+    return all(torch.equal(torch._int_mm(x_q[:m], weight.t()), expected[:m]) for m in (1, 18))
+
+
+def _float_mm(x_q: Tensor, weight: Tensor) -> Tensor:
+    acc = torch.zeros(x_q.shape[0], weight.shape[0], dtype=torch.int32)
+    for x_part, weight_part in zip(x_q.split(_EXACT_COLUMNS, 1), weight.split(_EXACT_COLUMNS, 1), strict=True):
+        acc += (x_part.float() @ weight_part.float().t()).to(torch.int32)
+    return acc
+
+
+def _check_w8a8_int8_args(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    input_scale: Tensor | None,
+    input_zero_point: Tensor | None,
+    bias: Tensor | None,
+) -> None:
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"x must be floating point with 16 or more bits, got {x.dtype}")
+    if x.ndim == 0:
+        raise ValueError("x must be [..., K], got a 0-D tensor")
+    if weight.dtype != torch.int8 or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"weight must be int8 [N, {x.shape[-1]}], got {weight.dtype} {list(weight.shape)}")
+    n = weight.shape[0]
+    if weight_scale.shape not in ((n, 1), (1,)):
+        raise ValueError(f"weight_scale must be [{n}, 1] or [1], got {list(weight_scale.shape)}")
+    if input_zero_point is not None and input_scale is None:
+        raise ValueError("input_zero_point needs input_scale: dynamic activations are symmetric")
+    for name, tensor in (("input_scale", input_scale), ("input_zero_point", input_zero_point)):
+        if tensor is not None and tensor.shape != (1,):
+            raise ValueError(f"{name} must be [1], got {list(tensor.shape)}")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"bias must be [{n}], got {list(bias.shape)}")

@@ -92,14 +92,15 @@ def wna16(
     Raises:
         ValueError: If a shape or dtype doesn't fit the above.
     """
-    _check_wna16_args(x, weight_packed, weight_scale, num_bits, group_size)
+    _check_wna16_args(x, weight_packed, weight_scale, weight_zero_point, bias, num_bits, group_size)
     return wna16_ref(x, weight_packed, weight_scale, weight_zero_point, bias, num_bits, group_size)
 
 
 @wna16.register_kernel("cpu")
 def _(x, weight_packed, weight_scale, weight_zero_point, bias, num_bits, group_size):
-    _check_wna16_args(x, weight_packed, weight_scale, num_bits, group_size)
+    _check_wna16_args(x, weight_packed, weight_scale, weight_zero_point, bias, num_bits, group_size)
     n, k = weight_packed.shape[0], x.shape[-1]
+    weight_packed = weight_packed.contiguous()
     planes = {2: 4, 4: 2, 8: 1}.get(num_bits, 1)
     tokens = x.reshape(-1, k)
     if planes > 1 and group_size % planes == 0:
@@ -154,14 +155,35 @@ def _(x, weight_packed, weight_scale, weight_zero_point, bias, num_bits, group_s
     return x.new_empty(*x.shape[:-1], weight_packed.shape[0])
 
 
-def _check_wna16_args(x: Tensor, weight_packed: Tensor, weight_scale: Tensor, num_bits: int, group_size: int) -> None:
+def _check_wna16_args(
+    x: Tensor,
+    weight_packed: Tensor,
+    weight_scale: Tensor,
+    weight_zero_point: Tensor | None,
+    bias: Tensor | None,
+    num_bits: int,
+    group_size: int,
+) -> None:
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"x must be floating point with 16 or more bits, got {x.dtype}")
+    if x.ndim == 0:
+        raise ValueError("x must be [..., K], got a 0-D tensor")
+    if not 2 <= num_bits <= 8:
+        raise ValueError(f"num_bits must be 2 to 8, got {num_bits}")
     n, k = weight_packed.shape[0], x.shape[-1]
-    if weight_packed.dtype != torch.int32 or weight_packed.shape[1] != -(-k * num_bits // 32):
+    if weight_packed.dtype != torch.int32 or weight_packed.shape != (n, -(-k * num_bits // 32)):
         raise ValueError(
             f"weight_packed must be int32 [N, {-(-k * num_bits // 32)}] for {k} in_features at {num_bits} bits, "
             f"got {weight_packed.dtype} {list(weight_packed.shape)}"
         )
-    if weight_scale.shape[0] != n or weight_scale.shape[1] * group_size != k:
+    if group_size <= 0 or k % group_size or weight_scale.shape != (n, k // group_size):
         raise ValueError(f"weight_scale must be [{n}, {k} / group_size={group_size}], got {list(weight_scale.shape)}")
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise ValueError(f"x must be floating point with 16 or more bits, got {x.dtype}")
+    if not weight_scale.dtype.is_floating_point:
+        raise ValueError(f"weight_scale must be floating point, got {weight_scale.dtype}")
+    if weight_zero_point is not None:
+        shape = (-(-n * num_bits // 32), k // group_size)
+        if weight_zero_point.dtype != torch.int32 or weight_zero_point.shape != shape:
+            got = f"{weight_zero_point.dtype} {list(weight_zero_point.shape)}"
+            raise ValueError(f"weight_zero_point must be int32 {list(shape)}, packed along N, got {got}")
+    if bias is not None and (bias.shape != (n,) or bias.dtype != x.dtype):
+        raise ValueError(f"bias must be {x.dtype} [{n}], as x, got {bias.dtype} {list(bias.shape)}")

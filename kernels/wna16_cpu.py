@@ -170,13 +170,10 @@ def wna16_cpu(
         [..., N] of x's dtype.
 
     Raises:
-        ValueError: If K or x's dtype doesn't fit.
+        ValueError: If a shape or dtype doesn't fit the above.
     """
+    _check_wna16_cpu_args(x, weight_planes, scale_and_zero, zero_point, bias, num_bits, group_size)
     n, k = weight_planes.shape[0], x.shape[-1]
-    if weight_planes.shape[1] * 2 != k * _num_planes(num_bits):
-        raise ValueError(f"weight_planes holds {weight_planes.shape[1] * 2 // _num_planes(num_bits)} columns, x has {k}")
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise ValueError(f"x must be floating point with 16 or more bits, got {x.dtype}")
     tokens = x.reshape(-1, k)
     few = tokens.shape[0] <= MAX_NATIVE_TOKENS[_num_planes(num_bits)]
     if few and x.dtype == scale_and_zero.dtype:
@@ -252,3 +249,37 @@ def _dequantize_blocks(blocks: Tensor, scale: Tensor, zero_point: Tensor | None)
     else:
         torch.mul(signed, scales / 16 if num_planes == 1 else scales, out=target)
     return weight
+
+
+def _check_wna16_cpu_args(
+    x: Tensor,
+    weight_planes: Tensor,
+    scale_and_zero: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    num_bits: int,
+    group_size: int,
+) -> None:
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"x must be floating point with 16 or more bits, got {x.dtype}")
+    if x.ndim == 0:
+        raise ValueError("x must be [..., K], got a 0-D tensor")
+    n, k, num_planes = weight_planes.shape[0], x.shape[-1], _num_planes(num_bits)
+    if weight_planes.dtype != torch.uint8 or weight_planes.ndim != 2:
+        raise ValueError(f"weight_planes must be uint8 [N, P K / 2], got {weight_planes.dtype} {list(weight_planes.shape)}")
+    if weight_planes.shape[1] * 2 != k * num_planes:
+        columns = weight_planes.shape[1] * 2 // num_planes
+        raise ValueError(f"weight_planes holds {columns} columns at {num_bits} bits, x has {k}")
+    if group_size <= 0 or k % group_size:
+        raise ValueError(f"group_size must divide {k} in_features, got {group_size}")
+    native_groups = scale_and_zero.shape[0]
+    if scale_and_zero.shape != (native_groups, n, 2) or native_groups == 0 or native_groups % (num_planes * (k // group_size)):
+        raise ValueError(
+            f"scale_and_zero must be [a multiple of {num_planes * (k // group_size)}, {n}, 2] for group_size={group_size}, "
+            f"got {list(scale_and_zero.shape)}"
+        )
+    if zero_point is not None and (zero_point.dtype != torch.int8 or zero_point.shape != (n, k // group_size)):
+        got = f"{zero_point.dtype} {list(zero_point.shape)}"
+        raise ValueError(f"zero_point must be int8 [{n}, {k // group_size}], got {got}")
+    if bias is not None and (bias.shape != (n,) or bias.dtype != x.dtype):
+        raise ValueError(f"bias must be {x.dtype} [{n}], as x, got {bias.dtype} {list(bias.shape)}")
