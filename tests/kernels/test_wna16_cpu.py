@@ -30,7 +30,7 @@ WIDTHS = [(num_bits, True) for num_bits in range(2, 9)] + [(num_bits, False) for
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """Uninitialised memory holds NaN."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -147,6 +147,21 @@ def test_probe_of_another_layout(change, monkeypatch):
         return packed.flip(1) if change == "flip" else (packed << 4) | (packed >> 4)
 
     monkeypatch.setattr(torch, "_convert_weight_to_int4pack_for_cpu", other)
+    assert not is_available()
+
+
+@needs_layout
+@pytest.mark.usefixtures("fresh_probe")
+@pytest.mark.parametrize("change", ["scale", "zero", "order"])
+def test_probe_of_another_meaning_of_the_scales(change, monkeypatch):
+    original = torch._weight_int4pack_mm_for_cpu
+
+    def other(x, planes, group_size, pairs):
+        scale, zero = pairs.unbind(-1)
+        pairs = {"scale": (scale * 2, zero), "zero": (scale, -zero), "order": (zero, scale)}[change]
+        return original(x, planes, group_size, torch.stack(pairs, -1))
+
+    monkeypatch.setattr(torch, "_weight_int4pack_mm_for_cpu", other)
     assert not is_available()
 
 
