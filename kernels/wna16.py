@@ -8,19 +8,18 @@ zero points are packed the same way along N::
                          code  k+7     k+6    ...  k+1    k
 
 Dequantization: ``w[n, k] = (q[n, k] - zero_point[n, k // group_size]) * scale[n, k // group_size]``, computed in scale's
-dtype, then
-cast to the activations' dtype: the weight every reader of the format gets. The matmul accumulates as ``F.linear`` does.
+dtype, then cast to the activations' dtype: the weight every reader of the format gets. The matmul accumulates as ``F.linear``.
 
-CPU: a cache-sized tile of rows is dequantized and multiplied at a time. For 2 and 4 bits the codes of one byte go to separate
-planes, which permutes K; permuting the activations' columns alike costs less than interleaving the weight.
-CUDA: dequantize + matmul (a fused kernel is not there yet).
+A tile of rows is dequantized and multiplied at a time, on a CPU one that its caches hold. For 2 and 4 bits the codes of one byte
+go to separate planes, which permutes K; permuting the activations' columns alike costs less than interleaving the weight.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_TILE_WEIGHTS = 1 << 19  # weights dequantized at a time on a CPU: 1 MiB of bfloat16
+_TILE_WEIGHTS = 1 << 19  # weights dequantized at a time on a CPU: 1 MiB of bfloat16, which its caches hold
+_DEVICE_TILE_WEIGHTS = 1 << 26  # elsewhere: large enough to fill a GPU, small enough not to matter beside the model
 
 
 def wna16_ref(
@@ -93,12 +92,6 @@ def wna16(
         ValueError: If a shape or dtype doesn't fit the above.
     """
     _check_wna16_args(x, weight_packed, weight_scale, weight_zero_point, bias, num_bits, group_size)
-    return wna16_ref(x, weight_packed, weight_scale, weight_zero_point, bias, num_bits, group_size)
-
-
-@wna16.register_kernel("cpu")
-def _(x, weight_packed, weight_scale, weight_zero_point, bias, num_bits, group_size):
-    _check_wna16_args(x, weight_packed, weight_scale, weight_zero_point, bias, num_bits, group_size)
     n, k = weight_packed.shape[0], x.shape[-1]
     weight_packed = weight_packed.contiguous()
     planes = {2: 4, 4: 2, 8: 1}.get(num_bits, 1)
@@ -106,7 +99,8 @@ def _(x, weight_packed, weight_scale, weight_zero_point, bias, num_bits, group_s
     if planes > 1 and group_size % planes == 0:
         tokens = tokens.unflatten(1, (k // planes, planes)).transpose(1, 2).reshape(-1, k)
     y = x.new_empty(tokens.shape[0], n)
-    rows = max(64, _TILE_WEIGHTS // max(k, 1) // 32 * 32)  # a multiple of 32: zero points of a tile start on a word
+    tile_weights = _TILE_WEIGHTS if x.device.type == "cpu" else _DEVICE_TILE_WEIGHTS
+    rows = max(64, tile_weights // max(k, 1) // 32 * 32)  # a multiple of 32: zero points of a tile start on a word
     for start in range(0, n, rows):
         scale = weight_scale[start : start + rows]
         packed = weight_packed[start : start + rows]
@@ -121,7 +115,7 @@ def _(x, weight_packed, weight_scale, weight_zero_point, bias, num_bits, group_s
 
 
 def _unpack_planes(packed: Tensor, num_bits: int, group_size: int, k: int) -> Tensor:
-    """Unpack a row tile on the CPU to [N, P, G, S] int8: P planes, each with every P-th code of a row in order."""
+    """Unpack a tile of rows to [N, P, G, S] int8: P planes, each with every P-th code of a row in order."""
     n, num_groups = packed.shape[0], k // group_size
     planes = {2: 4, 4: 2, 8: 1}.get(num_bits, 0)
     if planes == 0 or group_size % planes or (k * num_bits) % 8:
