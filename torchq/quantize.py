@@ -459,10 +459,13 @@ def _untie(model: nn.Module, todo: list[LayerPlan], shared: dict[str, str], undo
     if broken:
         undo_log.save_attribute(model, "all_tied_weights_keys")
         model.all_tied_weights_keys = {t: s for t, s in tied.items() if t not in broken}  # type: ignore[assignment]
-        model_config = getattr(model, "config", None)
-        if model_config is not None and getattr(model_config, "tie_word_embeddings", False):
-            undo_log.save_attribute(model_config, "tie_word_embeddings")
-            model_config.tie_word_embeddings = False
+        model_config: Any = getattr(model, "config", None)
+        text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else None
+        configs: tuple[Any, ...] = (model_config, text_config)  # vLLM reads the second
+        for settings in configs:
+            if getattr(settings, "tie_word_embeddings", False):
+                undo_log.save_attribute(settings, "tie_word_embeddings")
+                settings.tie_word_embeddings = False
     pairs = shared | broken
     if not pairs:
         return []

@@ -192,5 +192,7 @@ def _check_complete(folder: Path, info: dict[str, Any]) -> None:
         if keys:
             more = f" and {len(keys) - _LISTED} more" if len(keys) > _LISTED else ""
             problems.append(f"{len(keys)} tensors {title}: {', '.join(keys[:_LISTED])}{more}")
+    if any(".experts." in key and key.endswith("_scale") for key in info.get("unexpected_keys") or ()):
+        raise NotImplementedError(f"{folder} has quantized experts, which are not supported yet: " + "; ".join(problems))
     if problems:
         raise ValueError(f"{folder} does not fit its config.json: " + "; ".join(problems))

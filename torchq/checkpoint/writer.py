@@ -19,6 +19,7 @@ from torchq.checkpoint.safetensors_io import ShardWriter
 from torchq.checkpoint.schema import write_config
 from torchq.linear import QuantLinear
 from torchq.matching import class_names
+from torchq.scheme import Scheme
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -216,7 +217,7 @@ def _write_configs(model: Any, names: dict[str, str], folder: Path) -> None:
 
 
 def quantization_config(model: nn.Module, names: dict[str, str]) -> dict[str, Any]:
-    """Return the ``quantization_config`` of a model, with modules under the names of the checkpoint.
+    """Return the ``quantization_config`` of a model, with modules under the names of the checkpoint, and of the model if other.
 
     Args:
         model: A quantized model.
@@ -225,24 +226,26 @@ def quantization_config(model: nn.Module, names: dict[str, str]) -> dict[str, An
     module_name: dict[str, str] = {}  # model module -> checkpoint module
     for key, name in names.items():
         module_name.setdefault(name, key.rpartition(".")[0])
-    schemes, unquantized = {}, []
+    to_checkpoint = checkpoint_converter(model)
+    for target in getattr(model, "all_tied_weights_keys", None) or {}:  # has no tensor of its own in the files
+        renamed = next(iter(to_checkpoint({target: torch.empty(0, device="meta")})))
+        module_name.setdefault(target.rpartition(".")[0], renamed.rpartition(".")[0])
+    schemes: dict[str, Scheme] = {}
+    unquantized: list[str] = []
     for name, module in model.named_modules(remove_duplicate=False):
+        spellings = {module_name.get(name, name), name}  # transformers' own loader looks for its modules' names
         if isinstance(module, QuantLinear):
-            schemes[module_name.get(name, name)] = module.scheme
+            schemes |= dict.fromkeys(spellings, module.scheme)
         elif "Linear" in class_names(module) or _is_router(module):
-            unquantized.append(module_name.get(name, name))
+            unquantized += spellings
     for name, parameter in model.named_parameters():
         if parameter.ndim == 3 and "expert" in name.lower():  # fused experts: vLLM looks each one up by name
             holder = name.rpartition(".")[0]
-            pattern = rf"re:{re.escape(module_name.get(holder, holder).split('.experts')[0])}\.experts(\..*)?$"
+            stored = module_name.get(holder, holder)
+            block = (stored if ".experts" in stored else holder).split(".experts")[0]
+            pattern = rf"re:{re.escape(block)}\.experts(\..*)?$"
             if pattern not in unquantized:
                 unquantized.append(pattern)
-    to_checkpoint = checkpoint_converter(model)
-    for target in getattr(model, "all_tied_weights_keys", None) or {}:  # in no file, but readers build the layer: both names
-        name = target.rpartition(".")[0]
-        if name in unquantized:
-            renamed = next(iter(to_checkpoint({target: torch.empty(0, device="meta")}))).rpartition(".")[0]
-            unquantized += [renamed] if renamed not in unquantized else []
     return write_config(schemes, unquantized)
 
 
