@@ -34,6 +34,7 @@ def wna16_cpu_ref(
     weight_planes: Tensor,
     scale_and_zero: Tensor,
     zero_point: Tensor | None,
+    residual: Tensor | None,
     bias: Tensor | None,
     num_bits: int,
     group_size: int,
@@ -113,7 +114,7 @@ def _unpack_nibbles(planes: Tensor) -> Tensor:
 def pack_scale_and_zero(scale: Tensor, zero_point: Tensor | None, num_bits: int, group_size: int, native_size: int) -> Tensor:
     """Lay out scales as the kernel wants them: [P K / S, N, 2], pairs (scale, zero) with w = (nibble - 8) scale + zero.
 
-    The kernel's zero, ``-zero_point * scale``, is rounded to scale's dtype; dequantization uses the zero point itself.
+    The kernel's zero, ``-zero_point * scale``, is rounded to scale's dtype: :func:`zero_residual` is what that loses.
 
     Args:
         scale: [N, G].
@@ -131,6 +132,12 @@ def pack_scale_and_zero(scale: Tensor, zero_point: Tensor | None, num_bits: int,
     high = torch.stack([pairs[..., 0] * 16, pairs[..., 1]], -1)  # q = 16 (high - 8) + (low - 8) + 8
     low = torch.stack([pairs[..., 0], pairs[..., 0] * 8], -1)
     return torch.cat([high, low])
+
+
+def zero_residual(scale: Tensor, zero_point: Tensor) -> Tensor:
+    """What rounding ``-zero_point * scale`` to scale's dtype loses, [G, N] of that dtype (exact: 4 bits times 8)."""
+    zero = -zero_point.float() * scale.float()
+    return (zero - zero.to(scale.dtype).float()).to(scale.dtype).t().contiguous()
 
 
 def scale_of(scale_and_zero: Tensor, num_bits: int, num_groups: int) -> Tensor:
@@ -157,6 +164,7 @@ def wna16_cpu(
     weight_planes: Tensor,
     scale_and_zero: Tensor,
     zero_point: Tensor | None,
+    residual: Tensor | None,
     bias: Tensor | None,
     num_bits: int,
     group_size: int,
@@ -168,6 +176,7 @@ def wna16_cpu(
         weight_planes: [N, P K / 2] uint8 from :func:`pack_planes`.
         scale_and_zero: [P K / S, N, 2] bfloat16 from :func:`pack_scale_and_zero`.
         zero_point: [N, G] int8, or None (symmetric).
+        residual: [G, N] of scale's dtype from :func:`zero_residual`, or None (symmetric).
         bias: [N] of x's dtype, or None.
         num_bits: 2 to 8.
         group_size: Weights along K that share a scale: K / G.
@@ -178,7 +187,7 @@ def wna16_cpu(
     Raises:
         ValueError: If a shape or dtype doesn't fit the above.
     """
-    _check_wna16_cpu_args(x, weight_planes, scale_and_zero, zero_point, bias, num_bits, group_size)
+    _check_wna16_cpu_args(x, weight_planes, scale_and_zero, zero_point, residual, bias, num_bits, group_size)
     n, k = weight_planes.shape[0], x.shape[-1]
     tokens = x.reshape(-1, k)
     few = tokens.shape[0] <= MAX_NATIVE_TOKENS[_num_planes(num_bits)]
@@ -186,6 +195,8 @@ def wna16_cpu(
         native_size = weight_planes.shape[1] * 2 // scale_and_zero.shape[0]
         tokens = tokens.contiguous() if num_bits <= 4 else torch.cat([tokens, tokens], dim=1)
         y = torch._weight_int4pack_mm_for_cpu(tokens, weight_planes, native_size, scale_and_zero)
+        if residual is not None:
+            y += tokens.unflatten(1, (-1, group_size)).sum(-1) @ residual
         if bias is not None:
             y += bias
     else:
@@ -195,7 +206,7 @@ def wna16_cpu(
 
 
 @wna16_cpu.register_fake
-def _(x, weight_planes, scale_and_zero, zero_point, bias, num_bits, group_size):
+def _(x, weight_planes, scale_and_zero, zero_point, residual, bias, num_bits, group_size):
     return x.new_empty(*x.shape[:-1], weight_planes.shape[0])
 
 
@@ -262,6 +273,7 @@ def _check_wna16_cpu_args(
     weight_planes: Tensor,
     scale_and_zero: Tensor,
     zero_point: Tensor | None,
+    residual: Tensor | None,
     bias: Tensor | None,
     num_bits: int,
     group_size: int,
@@ -287,5 +299,10 @@ def _check_wna16_cpu_args(
     if zero_point is not None and (zero_point.dtype != torch.int8 or zero_point.shape != (n, k // group_size)):
         got = f"{zero_point.dtype} {list(zero_point.shape)}"
         raise ValueError(f"zero_point must be int8 [{n}, {k // group_size}], got {got}")
+    if (residual is None) != (zero_point is None):
+        raise ValueError("zero_point and residual go together")
+    if residual is not None and (residual.dtype != scale_and_zero.dtype or residual.shape != (k // group_size, n)):
+        got = f"{residual.dtype} {list(residual.shape)}"
+        raise ValueError(f"residual must be {scale_and_zero.dtype} [{k // group_size}, {n}], got {got}")
     if bias is not None and (bias.shape != (n,) or bias.dtype != x.dtype):
         raise ValueError(f"bias must be {x.dtype} [{n}], as x, got {bias.dtype} {list(bias.shape)}")

@@ -21,7 +21,7 @@ from torchq.packing import pack_int32, pack_zero_point, packed_words, unpack_int
 from torchq.scheme import QuantArgs, Scheme
 
 _SAME_SIZE_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NATIVE = ("weight_planes", "scale_and_zero", "native_zero_point")
+_NATIVE = ("weight_planes", "scale_and_zero", "native_zero_point", "native_zero_residual")
 _CANONICAL_OF_NATIVE = ("weight_packed", "weight_scale", "weight_zero_point")
 _HOOKS = (
     "_forward_hooks",
@@ -118,6 +118,7 @@ class QuantLinear(nn.Module):
     weight_planes: Tensor
     scale_and_zero: Tensor
     native_zero_point: Tensor | None
+    native_zero_residual: Tensor | None
     bias: nn.Parameter | None
 
     def __init__(
@@ -187,6 +188,7 @@ class QuantLinear(nn.Module):
                 buffers["weight_planes"],
                 buffers["scale_and_zero"],
                 buffers["native_zero_point"],
+                buffers["native_zero_residual"],
                 bias,
                 args.num_bits,
                 args.group_size or self.in_features,
@@ -272,9 +274,10 @@ class QuantLinear(nn.Module):
         q, scale, zero_point = self.quantized_tensors()
         planes = wna16_cpu.pack_planes(q, args.num_bits)
         pairs = wna16_cpu.pack_scale_and_zero(scale, zero_point, args.num_bits, self._group_size, native_size)
+        residual = None if zero_point is None else wna16_cpu.zero_residual(scale, zero_point)
         for name in _CANONICAL_OF_NATIVE:
             self._buffers.pop(name, None)
-        for name, tensor in zip(_NATIVE, (planes, pairs, zero_point), strict=True):
+        for name, tensor in zip(_NATIVE, (planes, pairs, zero_point, residual), strict=True):
             self.register_buffer(name, tensor, persistent=False)
 
     def unpack_native_(self) -> None:
