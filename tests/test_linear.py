@@ -407,6 +407,7 @@ def test_one_copy_of_the_weight_in_memory(name: str, dtype: torch.dtype) -> None
         planes = 1 if layer.scheme.weights.num_bits <= 4 else 2
         group_size = min(layer.scheme.weights.group_size or 512, 256)
         allowed = 128 * 512 * planes // 2 + 4 * planes * 128 * (512 // group_size) + scales + 16
+        allowed += 0 if layer.scheme.weights.symmetric else 2 * scales  # what rounding the kernel's zeros loses
     assert sum(storages.values()) <= allowed
 
 
