@@ -19,7 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from torchq.checkpoint.schema import ParsedConfig
 from torchq.linear import QuantLinear, buffer_specs
 from torchq.matching import class_names, is_conv1d
-from torchq.quantize import set_module
+from torchq.model_utils import set_module
 
 METHOD = "torchq"
 

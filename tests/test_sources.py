@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from torchq import quantize_
-from torchq.quantize import quantization_method
+from torchq.model_utils import quantization_method
 from torchq.sources import demo_model_path, load_source
 from torchq.testing import tiny_llama
 

@@ -51,7 +51,7 @@ def load_source(
 def _load_gguf(path: Path, dtype: torch.dtype | str) -> tuple[Any, Any]:
     import transformers
 
-    from torchq.quantize import strip_quantization_config
+    from torchq.model_utils import strip_quantization_config
 
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")

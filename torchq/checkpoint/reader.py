@@ -13,7 +13,7 @@ from torchq.checkpoint.safetensors_io import DTYPES, read_header
 from torchq.checkpoint.schema import read_config
 from torchq.checkpoint.writer import INDEX_NAME, REPORT_NAME, WEIGHTS_NAME
 from torchq.linear import QuantLinear
-from torchq.quantize import flag_configs, set_module, strip_quantization_config
+from torchq.model_utils import flag_configs, set_module, strip_quantization_config
 from torchq.report import QuantReport
 
 _LISTED = 10
