@@ -4,7 +4,6 @@ import copy
 import io
 import math
 import pickle
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -43,15 +42,6 @@ QUANTIZED_ACTIVATIONS = {
 }
 SCHEMES = WEIGHT_ONLY | QUANTIZED_ACTIVATIONS
 SOME_SCHEMES = ("W4A16-g32", "W4A16_ASYM-g32", "W8A16-channel", "W3A16-g32", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "FP8-static")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads only wait for each other on tensors this small, many times longer than they compute on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make(

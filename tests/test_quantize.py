@@ -21,15 +21,6 @@ LINEARS = 14  # of tiny_llama, without lm_head
 IDS = torch.arange(3, 15)[None]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads only wait for each other on tensors this small, many times longer than they compute on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Check that modules and parameters are the same objects afterwards, with the same values, flags and config."""

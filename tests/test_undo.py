@@ -4,7 +4,7 @@ import copy
 import gc
 import shutil
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,15 +20,6 @@ from torchq.testing import tiny_llama
 W4 = QuantConfig("W4A16", group_size=32)
 W4_ALL = QuantConfig("W4A16", group_size=32, ignore=())
 IDS = torch.arange(3, 15)[None]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads only wait for each other on tensors this small, many times longer than they compute on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, k: int, error: BaseException, before: Callable[[], None] = lambda: None) -> None:

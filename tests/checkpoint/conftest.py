@@ -1,7 +1,7 @@
 """Checkpoints read with compressed-tensors itself, and the reference checkpoints that llm-compressor wrote."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    """Threads only wait for each other on tensors this small, many times longer than they compute on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +73,6 @@ MODELS: dict[str, tuple[str, Callable[[], Any], dict[str, Tensor], int]] = {
     ),
 }
 EXPERTS = ("mixtral", "qwen3-moe")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads only wait for each other on tensors this small, many times longer than they compute on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
