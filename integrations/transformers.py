@@ -17,6 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from torchq.checkpoint.schema import ParsedConfig
+from torchq.checkpoint.writer import checkpoint_converter
 from torchq.linear import QuantLinear, buffer_specs
 from torchq.matching import class_names, is_conv1d
 from torchq.model_utils import set_module
@@ -52,8 +53,10 @@ class PackedLoader(HfQuantizer):
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         config: PackedLoadConfig = self.quantization_config
         tied = getattr(model, "all_tied_weights_keys", None) or {}
-        dtype_plan: dict[str, torch.dtype] = model._get_dtype_plan(model.dtype)  # type: ignore[operator]  # pattern -> float32, for layers that a model keeps in it
-        for name, checkpoint_name in _checkpoint_module_names(model).items():
+        # Pattern -> float32, for the layers that a model keeps in it.
+        dtype_plan: dict[str, torch.dtype] = model._get_dtype_plan(model.dtype)  # type: ignore[operator]
+        self._names = _checkpoint_module_names(model, config.header)
+        for name, checkpoint_name in self._names.items():
             module = model.get_submodule(name)
             scheme = config.parsed.scheme_for(checkpoint_name, class_names(module))
             scale = config.header.get(f"{checkpoint_name}.weight_scale")
@@ -94,11 +97,10 @@ class PackedLoader(HfQuantizer):
         if wrong:  # transformers 5.17 lets these pass where there is a quantizer
             raise ValueError(f"{len(wrong)} tensors of another shape than the model's: {', '.join(wrong)}")
         header = self.quantization_config.header
-        names = _checkpoint_module_names(model)
         for name, module in model.named_modules():
             if isinstance(module, QuantLinear):
                 for buffer_name, buffer in module._buffers.items():  # "keep in float32" patterns cast these too, exactly
-                    stored = header.get(f"{names[name]}.{buffer_name}")
+                    stored = header.get(f"{self._names[name]}.{buffer_name}")
                     if stored is not None and buffer is not None:
                         module._buffers[buffer_name] = buffer.to(stored[1])
                 module._set_placeholder()
@@ -115,16 +117,16 @@ class PackedLoader(HfQuantizer):
         return False
 
 
-def _checkpoint_module_names(model: nn.Module) -> dict[str, str]:
-    """Model name -> checkpoint name of every Linear-like module."""
-    from torchq.checkpoint.writer import checkpoint_converter
-
+def _checkpoint_module_names(model: nn.Module, header: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, str]:
+    """Model name -> checkpoint name of every Linear-like module: the original checkpoint's, or the model's own if stored so."""
     names = {}
     to_checkpoint = checkpoint_converter(model)
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, QuantLinear)) or is_conv1d(module):
-            converted = to_checkpoint({f"{name}.weight": torch.empty(0, device="meta")})
-            names[name] = next(iter(converted)).rpartition(".")[0]
+        if isinstance(module, nn.Linear) or is_conv1d(module):
+            assert isinstance(module.weight, torch.Tensor)
+            converted = next(iter(to_checkpoint({f"{name}.weight": module.weight}))).rpartition(".")[0]
+            own = f"{name}.weight_scale" in header and f"{converted}.weight_scale" not in header
+            names[name] = name if own else converted
     return names
 
 

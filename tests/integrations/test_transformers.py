@@ -390,3 +390,31 @@ def test_the_report_of_a_mixture_of_experts_names_every_expert_tensor() -> None:
         skipped = {layer.name for layer in report.layers if layer.status == "skipped"}
         assert skipped == {key for key, p in model.named_parameters() if p.ndim == 3}
         assert not any("router" in key or key.endswith("gate") for key in quantized(model))
+
+
+# ---------------------------------------------------------------------------------------------------------- fused originals
+
+
+@pytest.mark.skipif(not hasattr(hf, "NomicBertModel"), reason="this transformers has no NomicBert")
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
+def test_layers_that_are_one_tensor_in_the_original_checkpoint(scheme: str, tmp_path: Path) -> None:
+    """q, k and v are one Wqkv there, which three quantized layers cannot become; they keep the names of the model."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        hf.NomicBertModel._from_config(hf.NomicBertConfig(**COMMON), dtype=torch.bfloat16).save_pretrained(tmp_path / "original")
+    assert any("Wqkv" in name for name in shapes_on_disk(tmp_path / "original"))
+    for ignore in ([], ["re:.*q_proj"], ["re:.*(q|k|v)_proj"]):
+        model = hf.NomicBertModel.from_pretrained(tmp_path / "original", dtype=torch.bfloat16).eval()
+        quantize(model, QuantConfig(scheme, group_size=32 if scheme == "W4A16" else None, ignore=ignore))
+        folder = tmp_path / f"out{len(str(ignore))}"
+        with pytest.warns(UserWarning, match=r"k_proj.* are parts of larger tensors in the original checkpoint"):
+            save_pretrained(model, folder)
+        loaded = load_pretrained(folder)
+        assert_same_state(loaded, model)
+        with torch.no_grad():
+            assert torch.equal(loaded(IDS)[0], model(IDS)[0])
+        theirs = hf.NomicBertModel.from_pretrained(folder, dtype="auto").eval()
+        with torch.no_grad():
+            theirs(IDS)
+        for key, layer in quantized(model).items():
+            assert torch.equal(theirs.get_submodule(key).weight, layer.dequantize()), key

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torchq.checkpoint.safetensors_io import ShardWriter
 from torchq.checkpoint.schema import write_config
 from torchq.linear import QuantLinear
 from torchq.matching import class_names
+from torchq.model_utils import list_names
 from torchq.scheme import Scheme
 
 WEIGHTS_NAME = "model.safetensors"
@@ -49,6 +51,13 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, tokenizer: Any = No
     target = Path(folder)
     limit = parse_size(max_shard_size)
     check_saveable(model, target)
+    own_names = modules_with_own_names(model)
+    if own_names:
+        warnings.warn(
+            f"{list_names(sorted(own_names))} are parts of larger tensors in the original checkpoint of this architecture, which "
+            "quantized layers cannot be: they keep the names of the model, which torchq and transformers load, vLLM may not",
+            stacklevel=2,
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     existed = target.exists()
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target if existed else target.parent))
@@ -189,16 +198,47 @@ def write_weights(model: nn.Module, folder: Path, max_shard_bytes: int) -> dict[
 def checkpoint_converter(model: nn.Module) -> Any:
     """Return a function that gives a module's tensors the names (and for fused ones the split) of the original checkpoint.
 
-    transformers 5 renames and merges tensors while loading; readers expect what the model was published with.
+    transformers 5 renames, merges and splits tensors while loading; readers expect what the model was published with.
     """
     if not hasattr(model, "all_tied_weights_keys"):  # not a transformers 5 model
         return dict
     from transformers.core_model_loading import revert_weight_conversion
 
+    kept = modules_with_own_names(model)
+
     def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        if next(iter(tensors)).rpartition(".")[0] in kept:
+            return tensors
         return dict(revert_weight_conversion(model, tensors))
 
     return convert
+
+
+def modules_with_own_names(model: nn.Module) -> set[str]:
+    """Modules whose tensors cannot be given their original names one by one, and keep their own, which transformers loads too.
+
+    They are those whose weights are parts of one tensor in the original checkpoint (q, k, v of a fused Wqkv), and quantized
+    ones that transformers does more to than rename.
+    """
+    if not hasattr(model, "all_tied_weights_keys"):
+        return set()
+    from transformers.core_model_loading import revert_weight_conversion
+
+    owners: dict[str, set[str]] = {}
+    kept: set[str] = set()
+    for name, module in model.named_modules():
+        own: dict[str, Tensor] = {kind: p.detach().to("meta") for kind, p in module._parameters.items() if p is not None}
+        if isinstance(module, QuantLinear):
+            own["weight"] = torch.empty(module.out_features, module.in_features, device="meta")
+        for kind, tensor in own.items():
+            converted = revert_weight_conversion(model, {f"{name}.{kind}" if name else kind: tensor})
+            for key in converted:
+                owners.setdefault(key, set()).add(name)
+            if isinstance(module, QuantLinear) and not any(value is tensor for value in converted.values()):
+                kept.add(name)
+    for names in owners.values():
+        kept |= names if len(names) > 1 else set()
+    return kept
 
 
 # ------------------------------------------------------------------------------------------------------------------- configs
