@@ -1,6 +1,7 @@
 """quantize_: which modules it replaces, what it reports, what it refuses, and that a refused call changes nothing."""
 
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -134,6 +135,15 @@ def test_the_device_to_compute_on() -> None:
     quantize_(model, W4)
     quantize_(other, W4, device="cpu", progress=False)
     assert torch.equal(logits(model), logits(other))
+
+
+def test_the_progress_bar_of_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    quantize_(tiny_llama(), W4)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    quantize_(tiny_llama(), W4)
+    quantize_(tiny_llama(), W4, progress=False)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_part_of_a_model() -> None:

@@ -45,8 +45,8 @@ def quantize_(
     """Quantize a model in place: its targeted Linear layers become packed :class:`~torchq.linear.QuantLinear` modules.
 
     Every layer is checked before the first weight is touched, and one error lists all that is wrong. Layers are then
-    quantized and swapped one at a time, so memory never exceeds the model and one layer. A call that fails leaves the model
-    as it was.
+    quantized and swapped one at a time, so memory never exceeds the model and the work on one layer (about eight times its
+    16-bit weight). A call that fails leaves the model as it was.
 
     Args:
         model: Any ``nn.Module``, typically a Hugging Face model, in float16, bfloat16 or float32.

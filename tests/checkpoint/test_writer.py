@@ -166,13 +166,16 @@ def test_routers_and_fused_experts_are_ignored_under_the_names_of_the_checkpoint
     assert {name for name in names if any(pattern.match(name) for pattern in patterns)} == experts
 
 
-def test_everything_beside_the_weights(model: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("existed", [False, True])
+def test_everything_beside_the_weights(model: Any, tmp_path: Path, existed: bool) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
-    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.chat_template = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools }}"}  # the second in a subfolder
+    if existed:
+        (tmp_path / "out").mkdir(mode=0o755)
     model.generation_config.max_new_tokens = 7
     save_pretrained(model, tmp_path / "out", tokenizer=tokenizer)
     files = {file.name for file in (tmp_path / "out").iterdir()}

@@ -93,7 +93,7 @@ def _publish(staging: Path, target: Path, existed: bool) -> None:
         staging.rmdir()
     except BaseException:
         for file in reversed(moved):
-            file.unlink(missing_ok=True)
+            shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
         raise
 
 
