@@ -3,6 +3,7 @@
 import copy
 import gc
 import shutil
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -169,6 +170,16 @@ def test_tie_flags_come_back_when_the_last_step_fails(monkeypatch: pytest.Monkey
         quantize_(model, W4_ALL)
     assert_as_before(model, expected)
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_warning_that_is_an_error_is_rolled_back() -> None:
+    model = tiny_llama(tie_word_embeddings=True)
+    expected = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="untied"):
+            quantize_(model, W4_ALL)
+    assert_as_before(model, expected)
 
 
 def test_without_undo_the_layers_done_so_far_stay_quantized(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,15 +99,15 @@ def quantize_(
                 entries[plan.names[0]] = _quantize_layer(model, plan, config, device, undo_log)
                 advance()
         report.warnings += _untie(model, todo, shared, undo_log)
+        report.layers = [entries.get(plan.names[0]) or _left_out(plan) for plan in plans]
+        report.layers += _other_parameters(model, plans)
+        report.num_parameters = sum(layer.num_parameters for layer in report.layers)
+        report.seconds = time.perf_counter() - started
+        report.warnings += _left_out_warnings(report)
+        for message in report.warnings:  # an error where warnings are errors
+            warnings.warn(message, stacklevel=2)
         undo_log.commit()
-    report.layers = [entries.get(plan.names[0]) or _left_out(plan) for plan in plans]
-    report.layers += _other_parameters(model, plans)
-    report.num_parameters = sum(layer.num_parameters for layer in report.layers)
-    report.seconds = time.perf_counter() - started
-    report.warnings += _left_out_warnings(report)
     _mark_quantized(model, report)
-    for message in report.warnings:
-        warnings.warn(message, stacklevel=2)
     return report
 
 
