@@ -25,7 +25,7 @@ _BLOCK_ROWS = 64
 _NATIVE_GROUP_SIZES = (256, 128, 64, 32)
 _TILE_WEIGHTS = 1 << 19  # weights dequantized at a time: 1 MiB of bfloat16
 
-MAX_NATIVE_TOKENS = {1: 96, 2: 96}
+MAX_NATIVE_TOKENS = {1: 192, 2: 96}
 """Most tokens for which PyTorch's kernel beats dequantize + matmul, by number of planes (benchmarks/bench_linear.py)."""
 
 
@@ -253,18 +253,24 @@ def _dequantize_blocks(blocks: Tensor, scale: Tensor, zero_point: Tensor | None)
         torch.bitwise_or(high & 0xF0, low >> 4, out=codes[1])
         codes ^= 0x80
     num_groups = scale.shape[0]
-    per_group = (num_groups, 1, num_blocks, 2, lanes)
-    order = (3, 2, 0, 1, 4)  # [half, block, G, K / G, lane]
-    signed = codes.view(torch.int8).view(2, num_blocks, num_groups, k // num_groups, lanes)
-    weight = torch.empty(k, num_blocks * _BLOCK_ROWS, dtype=scale.dtype)
-    target = weight.view(num_groups, k // num_groups, num_blocks, 2, lanes).permute(order)
-    scales = scale.reshape(per_group).permute(order)
-    if zero_point is not None:
-        zeros = zero_point.reshape(per_group).permute(order).to(scale.dtype)
-        shifted = (signed >> 4 if num_planes == 1 else signed).to(scale.dtype)
-        torch.mul(shifted.sub_(zeros), scales, out=target)
+    order = (3, 2, 0, 1, 4)  # [half, block, G, K / G, lane]: how the codes lie
+    shape = (2, num_blocks, num_groups, k // num_groups, lanes)
+
+    def spread(per_group: Tensor) -> Tensor:
+        """[G, 64 B] -> a value per weight, as the codes lie: whole passes are faster than broadcasting over 32 lanes."""
+        values = per_group.reshape(num_groups, 1, num_blocks, 2, lanes).permute(order)
+        return torch.empty(shape, dtype=scale.dtype).copy_(values.expand(shape))
+
+    signed = codes.view(torch.int8).view(shape)
+    if zero_point is None:
+        values = signed.to(scale.dtype)
+        values *= spread(scale / 16 if num_planes == 1 else scale)
     else:
-        torch.mul(signed, scales / 16 if num_planes == 1 else scales, out=target)
+        values = (signed >> 4 if num_planes == 1 else signed).to(scale.dtype)
+        values -= spread(zero_point.to(scale.dtype))
+        values *= spread(scale)
+    weight = torch.empty(k, num_blocks * _BLOCK_ROWS, dtype=scale.dtype)
+    weight.view(num_groups, k // num_groups, num_blocks, 2, lanes).permute(order).copy_(values)
     return weight
 
 
