@@ -7,9 +7,7 @@ import datetime
 import json
 import platform
 import re
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -105,9 +103,11 @@ def _processor() -> str:
 
 
 def peak_rss_bytes() -> int:
-    """Peak resident memory of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    """Peak resident memory of this process so far (``getrusage`` would count its parent's, from before ``exec``)."""
+    found = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+    if found is None:
+        raise SystemExit("peak memory is read from /proc/self/status, which this system lacks")
+    return int(found[1]) * 1024
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:

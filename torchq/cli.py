@@ -133,7 +133,7 @@ def demo(
     with tempfile.TemporaryDirectory(prefix="torchq-demo-") as temporary:
         rows = run_demo(output or Path(temporary), source=model, num_tokens=tokens, say=_say)
     table = Table(title="16-bit model and quantized models, this machine's CPU", title_justify="left")
-    for heading in ("model", "size, MB", "bits/weight", "mean KL, nats", "flips", "perplexity", "tokens/s"):
+    for heading in ("model", "MB", "bits", "mean KL", "flips", "PPL", "tokens/s"):
         table.add_column(heading, justify="left" if heading == "model" else "right")
     for row in rows:
         d = row.divergence
@@ -149,8 +149,8 @@ def demo(
         )
     console.print(table)
     console.print(
-        "size and bits/weight: the whole model, embedding included (it stays in 16 bits). KL, flips of the greedy token and "
-        f"perplexity: {tokens} tokens of Python's help topics against the 16-bit model. tokens/s: greedy decoding, one sequence."
+        "MB and bits per weight: the whole model, embedding included (it stays in 16 bits). KL in nats, flips of the greedy token "
+        f"and perplexity: {tokens} tokens of Python's help topics against the 16-bit model. tokens/s: greedy decoding, one sequence."
     )
     console.print(f"\n[bold]{PROMPT}[/]")
     for row in rows:
