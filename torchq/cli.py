@@ -149,8 +149,9 @@ def demo(
         )
     console.print(table)
     console.print(
-        "MB and bits per weight: the whole model, embedding included (it stays in 16 bits). KL in nats, flips of the greedy token "
-        f"and perplexity: {tokens} tokens of Python's help topics against the 16-bit model. tokens/s: greedy decoding, one sequence."
+        "MB and bits per weight: the whole model, embedding included (it stays in 16 bits). KL in nats, flips of the greedy "
+        f"token and perplexity: {tokens} tokens of Python's help topics against the 16-bit model. tokens/s: greedy decoding, one "
+        "sequence."
     )
     console.print(f"\n[bold]{PROMPT}[/]")
     for row in rows:
