@@ -6,6 +6,7 @@ import argparse
 import datetime
 import json
 import platform
+import random
 import re
 import statistics
 import time
@@ -35,7 +36,7 @@ class Timing:
 def time_side_by_side(
     functions: Mapping[str, Callable[[], Any]], *, seconds: float = 1.0, min_rounds: int = 7, device: str = "cpu"
 ) -> dict[str, Timing]:
-    """Time functions in turn, A B C A B C ..., so that a drift of the machine's speed meets all alike.
+    """Time functions in rounds, each in a new order: a drift of the machine's speed and what ran just before meet all alike.
 
     Args:
         functions: What to time, by name. Each is called once beforehand.
@@ -48,9 +49,10 @@ def time_side_by_side(
     for function in functions.values():
         function()
     synchronize()
+    shuffle = random.Random(0)
     begin = time.perf_counter()
     while time.perf_counter() - begin < seconds or len(next(iter(samples.values()))) < min_rounds:
-        for name, function in functions.items():
+        for name, function in shuffle.sample(list(functions.items()), len(functions)):
             started = time.perf_counter()
             function()
             synchronize()

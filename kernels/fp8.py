@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchq.kernels.registration import register_op
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 _TILE_WEIGHTS = 1 << 19
@@ -59,7 +61,7 @@ def quantize_activations(tokens: Tensor, input_scale: Tensor | None, dynamic_gro
     return (groups / scale.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX).flatten(1).to(FP8), scale
 
 
-@torch.library.custom_op("torchq::fp8_linear", mutates_args=())
+@register_op("torchq::fp8_linear")
 def fp8_linear(
     x: Tensor,
     weight: Tensor,
@@ -103,7 +105,7 @@ def fp8_linear(
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-@fp8_linear.register_fake
+@torch.library.register_fake("torchq::fp8_linear")
 def _(x, weight, weight_scale, input_scale, bias, dynamic_group, block_rows, block_columns):
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 

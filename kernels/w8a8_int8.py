@@ -5,9 +5,11 @@ Shapes: M tokens, N out_features, K in_features. With x_q = clamp(round(x / x_sc
     y[m, n] = x_scale[m] * weight_scale[n] * (sum_k x_q[m, k] * weight[n, k] - x_zero_point * sum_k weight[n, k]) + bias[n]
 
 The sums are exact in int32 (up to K = 65793); the rest is float32, rounded once to the activations' dtype. Dynamic scales are
-absmax / 127 of each token; a token of zeros has scale 1. Static ones are given.
+absmax / 127 of each token, at least 2^-126, so that a token of zeros stays one. Static ones are given.
 
 CPU and CUDA: ``torch._int_mm`` (VNNI / AMX, or cuBLAS where the shape allows it), else a floating-point matmul that is exact.
+On CPUs ``torch._int_mm`` lays its second matrix out anew in every call: for several tokens that should be the activations and not
+the weight, so the product is computed transposed (benchmarks/bench_w8a8_cpu.py).
 """
 
 import functools
@@ -15,7 +17,12 @@ import functools
 import torch
 from torch import Tensor
 
+from torchq.kernels.registration import register_op
+
 _INT8_MAX = 127.0
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+_CPU_ELEMENTS = 1 << 17  # activations quantized at a time on a CPU: a float32 copy that stays in the cache
+_CPU_TOKENS = 512  # tokens at a time on a CPU: bounds the int32 and float32 sums in memory
 _EXACT_COLUMNS = 1 << 10  # this many products of int8 sum up to 2^24 at most: exact in float32
 
 
@@ -30,26 +37,38 @@ def w8a8_int8_ref(
     """Compute what :func:`w8a8_int8` computes, with the integer matmul in float64 (exact), on any device."""
     x_q, x_scale = quantize_activations(x.reshape(-1, x.shape[-1]), input_scale, input_zero_point)
     acc = (x_q.double() @ weight.double().t()).to(torch.int32)
-    return _epilogue(acc, x, x_scale, weight, weight_scale, input_zero_point, bias)
+    y = _epilogue(acc, x.dtype, x_scale, weight, weight_scale, input_zero_point, bias)
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def quantize_activations(tokens: Tensor, input_scale: Tensor | None, input_zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
     """Quantize tokens [M, K] to int8: (codes [M, K], scales float32 [M, 1] dynamic or [1] static)."""
-    values = tokens.float()
-    if input_scale is None:
-        scale = values.abs().amax(dim=1, keepdim=True).div_(_INT8_MAX)
-        scale = torch.where(scale == 0, 1.0, scale)  # NaN stays, and makes the whole token NaN
-    else:
-        scale = input_scale.float().reshape(1)
-    codes = torch.round(values / scale)
+    step = max(1, _CPU_ELEMENTS // max(1, tokens.shape[1]))
+    if tokens.device.type != "cpu" or tokens.shape[0] <= step:
+        return _quantize(tokens, input_scale, input_zero_point)
+    codes = torch.empty(tokens.shape, dtype=torch.int8)
+    scales = []
+    for part, out in zip(tokens.split(step), codes.split(step), strict=True):
+        part_codes, scale = _quantize(part, input_scale, input_zero_point)
+        out.copy_(part_codes)
+        scales.append(scale)
+    return codes, torch.cat(scales) if input_scale is None else scales[0]
+
+
+def _quantize(tokens: Tensor, input_scale: Tensor | None, input_zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
+    if input_scale is None:  # a NaN stays, and makes the whole token NaN
+        scale = tokens.abs().amax(dim=1, keepdim=True).float().div_(_INT8_MAX).clamp_min_(_SMALLEST_SCALE)
+        return (tokens / scale).round_().to(torch.int8), scale
+    scale = input_scale.float().reshape(1)
+    codes = (tokens / scale).round_()
     if input_zero_point is not None:
-        codes += input_zero_point.float()
+        codes += input_zero_point
     return codes.clamp_(-128, 127).to(torch.int8), scale
 
 
 def _epilogue(
     acc: Tensor,
-    x: Tensor,
+    dtype: torch.dtype,
     x_scale: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
@@ -58,14 +77,14 @@ def _epilogue(
 ) -> Tensor:
     if input_zero_point is not None:
         acc = acc - input_zero_point.to(torch.int32) * weight.sum(dim=1, dtype=torch.int32)
-    y = acc.float() * x_scale
-    y *= weight_scale.float().reshape(1, -1)
+    y = acc * x_scale  # float32
+    y *= weight_scale.reshape(1, -1)
     if bias is not None:
         y += bias
-    return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+    return y.to(dtype).contiguous()  # cast first: transposing a matrix is fast within one dtype
 
 
-@torch.library.custom_op("torchq::w8a8_int8", mutates_args=())
+@register_op("torchq::w8a8_int8")
 def w8a8_int8(
     x: Tensor,
     weight: Tensor,
@@ -91,27 +110,49 @@ def w8a8_int8(
         ValueError: If a shape or dtype doesn't fit the above.
     """
     _check_w8a8_int8_args(x, weight, weight_scale, input_scale, input_zero_point, bias)
-    x_q, x_scale = quantize_activations(x.reshape(-1, x.shape[-1]), input_scale, input_zero_point)
-    acc = _int_mm(x_q, weight)
-    return _epilogue(acc, x, x_scale, weight, weight_scale, input_zero_point, bias)
+    tokens = x.reshape(-1, x.shape[-1])
+    if x.device.type != "cpu" or tokens.shape[0] <= _CPU_TOKENS:
+        y = _scaled_mm(tokens, weight, weight_scale, input_scale, input_zero_point, bias)
+    else:
+        y = x.new_empty(tokens.shape[0], weight.shape[0])
+        for part, out in zip(tokens.split(_CPU_TOKENS), y.split(_CPU_TOKENS), strict=True):
+            out.copy_(_scaled_mm(part, weight, weight_scale, input_scale, input_zero_point, bias))
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
-@w8a8_int8.register_fake
+@torch.library.register_fake("torchq::w8a8_int8")
 def _(x, weight, weight_scale, input_scale, input_zero_point, bias):
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
+def _scaled_mm(
+    tokens: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    input_scale: Tensor | None,
+    input_zero_point: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    x_q, x_scale = quantize_activations(tokens, input_scale, input_zero_point)
+    acc = _int_mm(x_q, weight)
+    return _epilogue(acc, tokens.dtype, x_scale, weight, weight_scale, input_zero_point, bias)
+
+
 def _int_mm(x_q: Tensor, weight: Tensor) -> Tensor:
-    """[M, K] int8 @ [N, K].T int8 -> [M, N] int32, exact."""
+    """[M, K] int8 @ [N, K].T int8 -> [M, N] int32, exact; of any strides."""
     (m, k), n = x_q.shape, weight.shape[0]
     if m == 0 or n == 0 or k == 0:
         return torch.zeros(m, n, dtype=torch.int32, device=x_q.device)
     if x_q.device.type == "cpu":
-        return torch._int_mm(x_q, weight.t()) if k > 1 and _int_mm_is_exact() else _float_mm(x_q, weight)
+        return _cpu_int_mm(x_q, weight) if k > 1 and _int_mm_is_exact() else _float_mm(x_q, weight)
     if x_q.device.type == "cuda" and k % 8 == 0 and n % 8 == 0:  # cuBLAS wants more than 16 rows
         padded = torch.nn.functional.pad(x_q, (0, 0, 0, max(0, 17 - m)))
         return torch._int_mm(padded, weight.t())[:m]
     return (x_q.double() @ weight.double().t()).to(torch.int32)
+
+
+def _cpu_int_mm(x_q: Tensor, weight: Tensor) -> Tensor:
+    return torch._int_mm(x_q, weight.t()) if x_q.shape[0] == 1 else torch._int_mm(weight, x_q.t()).t()
 
 
 @functools.cache
@@ -123,7 +164,7 @@ def _int_mm_is_exact() -> bool:
     x_q = torch.tensor([127, -128, 127], dtype=torch.int8).repeat(6)[:, None].expand(18, 64).contiguous()
     weight = torch.tensor([127, -128], dtype=torch.int8).repeat(16)[:, None].expand(32, 64).contiguous()
     expected = _float_mm(x_q, weight)
-    return all(torch.equal(torch._int_mm(x_q[:m], weight.t()), expected[:m]) for m in (1, 18))
+    return all(torch.equal(_cpu_int_mm(x_q[:m], weight), expected[:m]) for m in (1, 18))
 
 
 def _float_mm(x_q: Tensor, weight: Tensor) -> Tensor:

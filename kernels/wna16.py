@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchq.kernels.registration import register_op
+
 _TILE_WEIGHTS = 1 << 19  # weights dequantized at a time on a CPU: 1 MiB of bfloat16, which its caches hold
 _DEVICE_TILE_WEIGHTS = 1 << 26  # elsewhere: large enough to fill a GPU, small enough not to matter beside the model
 
@@ -64,7 +66,7 @@ def _unpack_rows(packed: Tensor, num_bits: int, num_codes: int) -> Tensor:
     return ((codes & ((1 << num_bits) - 1)) - (1 << (num_bits - 1))).to(torch.int32)
 
 
-@torch.library.custom_op("torchq::wna16", mutates_args=())
+@register_op("torchq::wna16")
 def wna16(
     x: Tensor,
     weight_packed: Tensor,
@@ -144,7 +146,7 @@ def _apply_scale(codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype:
     return weight.flatten(1).to(dtype)
 
 
-@wna16.register_fake
+@torch.library.register_fake("torchq::wna16")
 def _(x, weight_packed, weight_scale, weight_zero_point, bias, num_bits, group_size):
     return x.new_empty(*x.shape[:-1], weight_packed.shape[0])
 

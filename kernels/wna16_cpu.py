@@ -1,10 +1,9 @@
 """Weight-only integer matmul in the memory layout of PyTorch's CPU int4 kernel (``aten::_weight_int4pack_mm_for_cpu``).
 
-Shapes: M tokens, N out_features, K in_features, S = K values per native group (32, 64, 128 or 256). A weight of up to 4
-bits is one
-plane of nibbles ``q + 8``; one of 5 to 8 bits is two, one after the other along K: ``q + 128 = 16 high + low``, so that one
-call on the activations written twice sums both. P planes hold blocks of 64 rows, K-major, rows n and n + 32 in one byte (the
-last block, of 16, 32 or 48 rows, pairs rows 2n and 2n + 1)::
+Shapes: M tokens, N out_features, K in_features, S = K values per native group (32, 64, 128 or 256). A weight of up to 4 bits
+is one plane of nibbles ``q + 8``; one of 5 to 8 bits is two, one after the other along K: ``q + 128 = 16 high + low``, so that
+one call on the activations written twice sums both. P planes hold blocks of 64 rows, K-major, rows n and n + 32 in one byte
+(the last block, of 16, 32 or 48 rows, pairs rows 2n and 2n + 1)::
 
     byte [block, k, j]:   bits 7..4: row 64 block + 32 + j     bits 3..0: row 64 block + j     (0 <= j < 32, 0 <= k < P K)
 
@@ -21,12 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchq.kernels.registration import register_op
+
 _BLOCK_ROWS = 64
 _NATIVE_GROUP_SIZES = (256, 128, 64, 32)
-_TILE_WEIGHTS = 1 << 19  # weights dequantized at a time: 1 MiB of bfloat16
+_TILE_WEIGHTS = 1 << 20  # weights dequantized at a time: 2 MiB of bfloat16
 
-MAX_NATIVE_TOKENS = {1: 192, 2: 96}
-"""Most tokens for which PyTorch's kernel beats dequantize + matmul, by number of planes (benchmarks/bench_linear.py)."""
+MAX_NATIVE_TOKENS = {1: 104, 2: 56}
+"""Most tokens for which PyTorch's kernel beats dequantize + matmul, by number of planes (benchmarks/bench_wna16_cpu.py)."""
 
 
 def wna16_cpu_ref(
@@ -158,7 +159,7 @@ def _num_planes(num_bits: int) -> int:
 # ----------------------------------------------------------------------------------------------------------------------- op
 
 
-@torch.library.custom_op("torchq::wna16_cpu", mutates_args=(), device_types="cpu")
+@register_op("torchq::wna16_cpu", "CPU")
 def wna16_cpu(
     x: Tensor,
     weight_planes: Tensor,
@@ -205,7 +206,7 @@ def wna16_cpu(
     return y.view(*x.shape[:-1], n)
 
 
-@wna16_cpu.register_fake
+@torch.library.register_fake("torchq::wna16_cpu")
 def _(x, weight_planes, scale_and_zero, zero_point, residual, bias, num_bits, group_size):
     return x.new_empty(*x.shape[:-1], weight_planes.shape[0])
 

@@ -32,7 +32,7 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-_KERNEL_MODULES = (wna16, wna16_cpu, w8a8_int8, fp8)  # importing them registers the ops
+_KERNEL_MODULES = (wna16, wna16_cpu, w8a8_int8, fp8)  # named so that importing them, which registers the ops, is a use
 _OPS = torch.ops.torchq
 
 
@@ -84,16 +84,30 @@ def buffer_specs(
     return specs
 
 
+class _Forward(torch.autograd.Function):
+    """The forward pass where gradients could be asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: QuantLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.name = layer.extra_repr()
+        return layer._linear(x, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        raise NotImplementedError(
+            f"gradients through QuantLinear({ctx.name}) are not supported yet; supported: inference, under torch.no_grad()"
+        )
+
+
 class QuantLinear(nn.Module):
     """``y = x @ dequantize(weight).T + bias`` on packed weights, with the activations quantized too if the scheme says so.
 
     Buffers, by ``scheme.format`` (N out_features, K in_features, G groups):
         pack-quantized: ``weight_packed`` [N, ceil(K num_bits / 32)] int32, ``weight_scale`` [N, G], ``weight_shape`` [2]
-        int64 and, if
-            asymmetric, ``weight_zero_point`` [ceil(N num_bits / 32), G] int32.
+            int64 and, if asymmetric, ``weight_zero_point`` [ceil(N num_bits / 32), G] int32.
         int-quantized: ``weight`` [N, K] int8, ``weight_scale`` [N, 1] or [1]; static activations: ``input_scale`` [1].
-        float-quantized, naive-quantized: the same with ``weight`` float8_e4m3fn; block scales [ceil(N / rows), ceil(K /
-        columns)].
+        float-quantized, naive-quantized: the same with ``weight`` float8_e4m3fn; block scales
+            [ceil(N / rows), ceil(K / columns)].
 
     Packed layers have no weight matrix, but model code reads ``weight.dtype``, ``.device`` and ``.shape``: there ``weight`` is a
     placeholder, one NaN expanded to [N, K]. Casting the module (``.to(dtype)``, ``.half()``) changes ``compute_dtype``
@@ -178,8 +192,13 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., N] for activations x [..., K], in x's dtype."""
+        bias = self._parameters["bias"]
+        if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+            return _Forward.apply(self, x, bias)
+        return self._linear(x, bias)
+
+    def _linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         buffers, args = self._buffers, self.scheme.weights  # the dict: attribute look-ups of a Module cost microseconds
-        bias: Tensor | None = self._parameters["bias"]
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
         if "weight_planes" in buffers:

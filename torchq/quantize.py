@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchq._undo import UndoLog
 from torchq._version import __version__
 from torchq.algorithms.rtn import quantize_weight
+from torchq.checkpoint.writer import quantization_config
 from torchq.config import QuantConfig
 from torchq.linear import QuantLinear, buffer_specs
 from torchq.matching import is_conv1d
@@ -99,6 +100,7 @@ def quantize_(
                 entries[plan.names[0]] = _quantize_layer(model, plan, config, device, undo_log)
                 advance()
         report.warnings += _untie(model, todo, shared, undo_log)
+        _describe_in_config(model, undo_log)
         report.layers = [entries.get(plan.names[0]) or _left_out(plan) for plan in plans]
         report.layers += _other_parameters(model, plans)
         report.num_parameters = sum(layer.num_parameters for layer in report.layers)
@@ -235,10 +237,18 @@ def _left_out_warnings(report: QuantReport) -> list[str]:
     ]
 
 
-def _mark_quantized(model: nn.Module, report: QuantReport) -> None:
-    """Keep the report on the model, and drop what a GGUF file left behind (it would block saving)."""
-    if quantization_method(model) == "gguf":
+def _describe_in_config(model: nn.Module, undo_log: UndoLog) -> None:
+    """Put the checkpoint's ``quantization_config`` into a transformers model's config: its own ``save_pretrained`` writes it."""
+    if quantization_method(model) == "gguf":  # what a GGUF file left behind would block saving
         strip_quantization_config(model)
+    model_config: Any = getattr(model, "config", None)
+    if model_config is not None and hasattr(model, "all_tied_weights_keys"):
+        undo_log.save_attribute(model_config, "quantization_config")
+        model_config.quantization_config = quantization_config(model)
+
+
+def _mark_quantized(model: nn.Module, report: QuantReport) -> None:
+    """Keep the report on the model."""
     flag_configs(model, True)
     model.quant_report = report  # type: ignore[assignment]
 

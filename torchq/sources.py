@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,12 @@ def _quiet(transformers: Any) -> None:
 
 
 def _tokenizer(transformers: Any, source: str | Path, options: dict[str, Any]) -> Any:
-    """The tokenizer, or None for models without one (vision models, bare folders)."""
+    """The tokenizer, or None, with a warning that says why, for models without one (vision models, bare folders)."""
     try:
         return transformers.AutoTokenizer.from_pretrained(source, **options)
-    except (OSError, ValueError, KeyError, ImportError):
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        warnings.warn(f"no tokenizer was loaded for {source}, so none will be saved: {reason}", stacklevel=3)
         return None
 
 

@@ -50,6 +50,6 @@ print(json.dumps({"has_int4_kernel": hasattr(torch.ops._C, "cpu_gemm_wna16")}), 
 for line in sys.stdin:
     try:
         answer = {"completions": generate(**json.loads(line))}
-    except Exception:
+    except Exception:  # whatever it is goes back to the test that asked, which fails with it
         answer = {"error": traceback.format_exc()}
     print(json.dumps(answer), file=answers)

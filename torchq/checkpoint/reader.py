@@ -11,7 +11,7 @@ from torch import nn
 
 from torchq.checkpoint.safetensors_io import DTYPES, read_header
 from torchq.checkpoint.schema import read_config
-from torchq.checkpoint.writer import INDEX_NAME, REPORT_NAME, WEIGHTS_NAME
+from torchq.checkpoint.writer import INDEX_NAME, REPORT_NAME, WEIGHTS_NAME, quantization_config
 from torchq.linear import QuantLinear
 from torchq.model_utils import flag_configs, set_module, strip_quantization_config
 from torchq.report import QuantReport
@@ -76,6 +76,7 @@ def load_pretrained(
     info["integer_keys"] = [name for name, parameter in loaded.named_parameters() if not parameter.is_floating_point()]
     _check_complete(folder, info)
     strip_quantization_config(loaded)
+    loaded.config.quantization_config = quantization_config(loaded)
     flag_configs(loaded, True)
     if (folder / REPORT_NAME).exists():
         loaded.quant_report = _read_report(folder / REPORT_NAME)
@@ -94,7 +95,7 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, QuantLinear):
             set_module(model, name, to_linear(module, dtype))
-    flag_configs(model, False)
+    strip_quantization_config(model)
     if hasattr(model, "quant_report"):
         del model.quant_report
 

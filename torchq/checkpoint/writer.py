@@ -163,8 +163,14 @@ def planned_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, Tensor]]]
             yield name, kept
 
 
+def checkpoint_names(model: nn.Module) -> dict[str, str]:
+    """Return checkpoint tensor name -> model module name."""
+    to_checkpoint = checkpoint_converter(model)
+    return {key: name for name, tensors in planned_tensors(model) for key in to_checkpoint(tensors)}
+
+
 def write_weights(model: nn.Module, folder: Path, max_shard_bytes: int) -> dict[str, str]:
-    """Write the shards (and the index, if there are several). Returns checkpoint tensor name -> model module name."""
+    """Write the shards (and the index, if there are several). Returns :func:`checkpoint_names`."""
     to_checkpoint = checkpoint_converter(model)
     units = [(name, to_checkpoint(tensors)) for name, tensors in planned_tensors(model)]
     shards: list[dict[str, Tensor]] = [{}]
@@ -256,13 +262,14 @@ def _write_configs(model: Any, names: dict[str, str], folder: Path) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def quantization_config(model: nn.Module, names: dict[str, str]) -> dict[str, Any]:
+def quantization_config(model: nn.Module, names: dict[str, str] | None = None) -> dict[str, Any]:
     """Return the ``quantization_config`` of a model, with modules under the names of the checkpoint, and of the model if other.
 
     Args:
         model: A quantized model.
-        names: Checkpoint tensor name -> model module name, from :func:`write_weights`.
+        names: :func:`checkpoint_names` of the model, if known.
     """
+    names = checkpoint_names(model) if names is None else names
     module_name: dict[str, str] = {}  # model module -> checkpoint module
     for key, name in names.items():
         module_name.setdefault(name, key.rpartition(".")[0])
