@@ -1,7 +1,8 @@
 """Ways to multiply int8 activations by an int8 weight on a CPU, beside bfloat16 ``F.linear``: which should W8A8 take?
 
-``layer`` is ``torchq::w8a8_int8``, which also quantizes the activations and scales the sums; the others are the matmul alone:
-``torch._int_mm`` as x @ weight.T and transposed, weight @ x.T, and oneDNN's linear on a weight laid out for it beforehand.
+``plain`` is ``torchq::w8a8_int8`` and ``blocked`` is ``torchq::w8a8_int8_cpu``; they also quantize the activations and scale the
+sums. The others are the matmul alone: ``torch._int_mm`` as x @ weight.T and transposed, weight @ x.T, and oneDNN's linear on a
+weight laid out for it beforehand. The answer is ``MIN_WEIGHTS`` in ``kernels/w8a8_int8_cpu.py``.
 ``python benchmarks/bench_w8a8_cpu.py --save``
 """
 
@@ -17,11 +18,13 @@ from common import base_parser, machine_limits, print_table, save_results, time_
 from torch import Tensor
 
 from torchq.kernels.w8a8_int8 import w8a8_int8
+from torchq.kernels.w8a8_int8_cpu import pack_weight, w8a8_int8_cpu
 
-SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096)]  # (out_features, in_features)
+SHAPES = [(14336, 4096), (4096, 14336), (4096, 4096), (2048, 4096), (1024, 4096), (1536, 576)]  # (out_features, in_features)
 CACHE_BYTES = 192 << 20  # of weights to cycle through, more than a last-level cache holds
 
 
+@torch.no_grad()
 def main() -> None:
     """Time every way over numbers of tokens."""
     parser = base_parser(__doc__)
@@ -30,12 +33,12 @@ def main() -> None:
     results = []
     for n, k in SHAPES:
         torch.manual_seed(0)
-        copies = -(-CACHE_BYTES // (n * k))
+        copies = min(64, -(-CACHE_BYTES // (n * k)))
         weight = torch.randint(-127, 128, (n, k), dtype=torch.int8)
         scale = torch.rand(n, 1).bfloat16()
         dense = _cycle([weight.bfloat16() for _ in range(-(-copies // 2))])
         plain = _cycle([weight.clone() for _ in range(copies)])
-        blocked = _cycle([torch.ops.onednn.qlinear_prepack(weight, None) for _ in range(copies)])
+        blocked = _cycle([pack_weight(weight) for _ in range(copies)])
         rows = []
         for tokens in arguments.tokens:
             x = torch.randn(tokens, k).bfloat16()
@@ -51,7 +54,8 @@ def main() -> None:
                     raise SystemExit(f"{name}: wrong sums at {tokens} tokens; nothing is timed")
             functions: dict[str, Callable[[], Any]] = {
                 "F.linear": lambda x=x, dense=dense: F.linear(x, next(dense)),
-                "layer": lambda x=x, plain=plain, scale=scale: w8a8_int8(x, next(plain), scale, None, None, None),
+                "plain": lambda x=x, plain=plain, scale=scale: w8a8_int8(x, next(plain), scale, None, None, None),
+                "blocked": lambda x=x, blocked=blocked, scale=scale: w8a8_int8_cpu(x, next(blocked), scale, None, None, None),
                 **matmuls,
             }
             timings = time_side_by_side(functions, seconds=arguments.seconds)

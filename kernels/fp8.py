@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchq.kernels.linear import linear
 from torchq.kernels.registration import register_op
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-_TILE_WEIGHTS = 1 << 19
+_TILE_BYTES = 1 << 22  # of decoded weights at a time on a CPU, whose last-level cache holds them
 
 
 def fp8_linear_ref(
@@ -147,7 +148,7 @@ def _tiled_matmul(
     else:
         values = (tokens.float().unflatten(1, (x_scale.shape[1], -1)) * x_scale.unsqueeze(-1)).flatten(1).to(compute)
     y = torch.empty(m, n, dtype=dtype, device=tokens.device)
-    step = max(1, _TILE_WEIGHTS // max(k, 1))
+    step = max(1, _TILE_BYTES // (compute.itemsize * max(k, 1)))
     if block_rows:
         step = max(1, step // block_rows) * block_rows
     if not on_cpu:
@@ -158,13 +159,13 @@ def _tiled_matmul(
         if block_rows:
             scale = weight_scale[start // block_rows : -(-rows.stop // block_rows)].repeat_interleave(block_rows, 0)
             tile *= scale[: rows.stop - start].repeat_interleave(block_columns, 1)[:, :k].to(compute)
-            acc = F.linear(values, tile).float()
+            acc = linear(values, tile).float()
         else:
             scale = weight_scale if weight_scale.numel() == 1 else weight_scale[rows]
             if compute == torch.float16:
-                acc = F.linear(values, tile.mul_(scale.to(compute).reshape(-1, 1))).float()
+                acc = linear(values, tile.mul_(scale.to(compute).reshape(-1, 1))).float()
             else:
-                acc = F.linear(values, tile).float() * scale.float().reshape(1, -1)
+                acc = linear(values, tile).float() * scale.float().reshape(1, -1)
         if per_row and x_scale is not None:
             acc *= x_scale
         if bias is not None:

@@ -2,14 +2,15 @@
 
 Shapes: M tokens, N out_features, K in_features. With x_q = clamp(round(x / x_scale) + x_zero_point, -128, 127),
 
-    y[m, n] = x_scale[m] * weight_scale[n] * (sum_k x_q[m, k] * weight[n, k] - x_zero_point * sum_k weight[n, k]) + bias[n]
+    y[m, n] = (sum_k x_q[m, k] * weight[n, k] - x_zero_point * sum_k weight[n, k]) * weight_scale[n] * x_scale[m] + bias[n]
 
 The sums are exact in int32 (up to K = 65793); the rest is float32, rounded once to the activations' dtype. Dynamic scales are
 absmax / 127 of each token, at least 2^-126, so that a token of zeros stays one. Static ones are given.
 
 CPU and CUDA: ``torch._int_mm`` (VNNI / AMX, or cuBLAS where the shape allows it), else a floating-point matmul that is exact.
 On CPUs ``torch._int_mm`` lays its second matrix out anew in every call: for several tokens that should be the activations and not
-the weight, so the product is computed transposed (benchmarks/bench_w8a8_cpu.py).
+the weight, so the product is computed transposed. Large weights go to :mod:`torchq.kernels.w8a8_int8_cpu`
+(benchmarks/bench_w8a8_cpu.py).
 """
 
 import functools
@@ -77,8 +78,8 @@ def _epilogue(
 ) -> Tensor:
     if input_zero_point is not None:
         acc = acc - input_zero_point.to(torch.int32) * weight.sum(dim=1, dtype=torch.int32)
-    y = acc * x_scale  # float32
-    y *= weight_scale.reshape(1, -1)
+    y = acc * weight_scale.float().reshape(1, -1)
+    y *= x_scale
     if bias is not None:
         y += bias
     return y.to(dtype).contiguous()  # cast first: transposing a matrix is fast within one dtype
@@ -109,7 +110,7 @@ def w8a8_int8(
     Raises:
         ValueError: If a shape or dtype doesn't fit the above.
     """
-    _check_w8a8_int8_args(x, weight, weight_scale, input_scale, input_zero_point, bias)
+    check_w8a8_int8_args(x, weight, tuple(weight.shape), weight_scale, input_scale, input_zero_point, bias)
     tokens = x.reshape(-1, x.shape[-1])
     if x.device.type != "cpu" or tokens.shape[0] <= _CPU_TOKENS:
         y = _scaled_mm(tokens, weight, weight_scale, input_scale, input_zero_point, bias)
@@ -174,21 +175,23 @@ def _float_mm(x_q: Tensor, weight: Tensor) -> Tensor:
     return acc
 
 
-def _check_w8a8_int8_args(
+def check_w8a8_int8_args(
     x: Tensor,
     weight: Tensor,
+    weight_shape: tuple[int, ...],
     weight_scale: Tensor,
     input_scale: Tensor | None,
     input_zero_point: Tensor | None,
     bias: Tensor | None,
 ) -> None:
+    """Raise ValueError for arguments that do not fit a weight of shape ``weight_shape``, [N, K]."""
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"x must be floating point with 16 or more bits, got {x.dtype}")
     if x.ndim == 0:
         raise ValueError("x must be [..., K], got a 0-D tensor")
-    if weight.dtype != torch.int8 or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(f"weight must be int8 [N, {x.shape[-1]}], got {weight.dtype} {list(weight.shape)}")
-    n = weight.shape[0]
+    if weight.dtype != torch.int8 or len(weight_shape) != 2 or weight_shape[1] != x.shape[-1]:
+        raise ValueError(f"weight must be int8 [N, {x.shape[-1]}], got {weight.dtype} {list(weight_shape)}")
+    n = weight_shape[0]
     if weight_scale.shape not in ((n, 1), (1,)):
         raise ValueError(f"weight_scale must be [{n}, 1] or [1], got {list(weight_scale.shape)}")
     if input_zero_point is not None and input_scale is None:

@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchq.kernels.linear import linear
 from torchq.kernels.registration import register_op
 
-_TILE_WEIGHTS = 1 << 19  # weights dequantized at a time on a CPU: 1 MiB of bfloat16, which its caches hold
+_TILE_WEIGHTS = 1 << 21  # weights dequantized at a time on a CPU: 4 MiB of bfloat16, which its last-level cache holds
 _DEVICE_TILE_WEIGHTS = 1 << 26  # elsewhere: large enough to fill a GPU, small enough not to matter beside the model
 
 
@@ -112,7 +113,7 @@ def wna16(
             zero_point = _unpack_rows(words.t(), num_bits, scale.shape[0]).t()
         codes = _unpack_planes(packed, num_bits, group_size, k)
         weight = _apply_scale(codes, scale, zero_point, x.dtype)
-        y[:, start : start + rows] = F.linear(tokens, weight, None if bias is None else bias[start : start + rows])
+        y[:, start : start + rows] = linear(tokens, weight, None if bias is None else bias[start : start + rows])
     return y.view(*x.shape[:-1], n)
 
 

@@ -20,11 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchq.kernels.linear import linear
 from torchq.kernels.registration import register_op
 
 _BLOCK_ROWS = 64
 _NATIVE_GROUP_SIZES = (256, 128, 64, 32)
-_TILE_WEIGHTS = 1 << 20  # weights dequantized at a time: 2 MiB of bfloat16
+_TILE_WEIGHTS = 1 << 21  # weights dequantized at a time: 4 MiB of bfloat16
 
 MAX_NATIVE_TOKENS = {1: 104, 2: 56}
 """Most tokens for which PyTorch's kernel beats dequantize + matmul, by number of planes (benchmarks/bench_wna16_cpu.py)."""
@@ -230,13 +231,13 @@ def _tiled_matmul(
         rows = slice(start * _BLOCK_ROWS, (start + tile.shape[0]) * _BLOCK_ROWS)
         zeros = None if zero_point is None else zero_point[rows].t()
         weight = _dequantize_blocks(tile, scale[:, rows], zeros).to(tokens.dtype)
-        y[:, rows] = tokens @ weight if bias is None else torch.addmm(bias[rows], tokens, weight)
+        y[:, rows] = linear(tokens, weight.t(), None if bias is None else bias[rows])
     tail = slice(num_blocks * _BLOCK_ROWS, n)
     if tail.start < n:
         q = unpack_planes(weight_planes[tail], num_bits)
         zeros = None if zero_point is None else zero_point[tail]
         weight = _dequantize_rows(q, scale[:, tail].t(), zeros).to(tokens.dtype)
-        y[:, tail] = F.linear(tokens, weight, None if bias is None else bias[tail])
+        y[:, tail] = linear(tokens, weight, None if bias is None else bias[tail])
     return y
 
 

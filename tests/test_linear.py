@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchq import QuantArgs, QuantConfig, QuantLinear, Scheme, quantize_
 from torchq.algorithms.rtn import quantize_weight
-from torchq.kernels import wna16_cpu
+from torchq.kernels import w8a8_int8_cpu, wna16_cpu
 from torchq.linear import buffer_specs
 from torchq.scheme import resolve_scheme
 from torchq.testing import assert_within_dtype_error, sqnr_db, tiny_llama
@@ -42,6 +42,11 @@ QUANTIZED_ACTIVATIONS = {
 }
 SCHEMES = WEIGHT_ONLY | QUANTIZED_ACTIVATIONS
 SOME_SCHEMES = ("W4A16-g32", "W4A16_ASYM-g32", "W8A16-channel", "W3A16-g32", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "FP8-static")
+
+
+@pytest.fixture(autouse=True)
+def small_weights_are_laid_out_for_onednn_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(w8a8_int8_cpu, "MIN_WEIGHTS", 1)
 
 
 def make(
@@ -147,10 +152,13 @@ def test_negative_scales_are_dequantized_with_their_sign() -> None:
     assert sqnr_db(linear.weight.detach().float(), layer.dequantize().float()) > 19
 
 
-@pytest.mark.parametrize("name", ["W4A16-g32", "W4A16_ASYM-g32", "W3A16-g32", "W4A16-channel", "W8A16-g32", "W6A16-g32"])
+@pytest.mark.parametrize(
+    "name",
+    ["W4A16-g32", "W4A16_ASYM-g32", "W3A16-g32", "W4A16-channel", "W8A16-g32", "W6A16-g32", "W8A8", "W8A8-static-asym"],
+)
 def test_native_and_canonical_layouts_agree(name: str) -> None:
-    if not wna16_cpu.is_available():
-        pytest.skip("this PyTorch or processor packs int4 weights in another way")
+    if not (w8a8_int8_cpu if name.startswith("W8A8") else wna16_cpu).is_available():
+        pytest.skip("this PyTorch or processor has no such layout")
     _, layer = make(name)
     assert layer.is_native
     before, weight = snapshot(layer), layer.dequantize()
@@ -253,7 +261,8 @@ def test_copies_and_pickles_are_exact_and_independent(name: str, dtype: torch.dt
             assert torch.equal(other(x), y)
     other = copy.deepcopy(layer)
     for buffer in other.buffers():
-        buffer.zero_()
+        if buffer.stride() != (0, 0):  # a placeholder
+            buffer.zero_()
     assert_same(layer, before)
 
 
@@ -399,6 +408,36 @@ def test_one_copy_of_the_weight_in_memory(name: str, dtype: torch.dtype) -> None
         allowed = 128 * 512 * planes // 2 + 4 * planes * 128 * (512 // group_size) + scales + 16
         allowed += 0 if layer.scheme.weights.symmetric else 2 * scales  # what rounding the kernel's zeros loses
     assert sum(storages.values()) <= allowed
+
+
+def test_an_int8_weight_that_a_cpu_kernel_holds_leaves_a_placeholder_that_cannot_be_written_to() -> None:
+    if not w8a8_int8_cpu.is_available():
+        pytest.skip("this PyTorch or processor has no exact oneDNN int8 matmul")
+    _, layer = make("W8A8")
+    assert layer.is_native
+    assert (layer.weight.dtype, layer.weight.shape, layer.weight.nbytes) == (torch.int8, (96, 256), 96 * 256)
+    assert layer.weight.untyped_storage().nbytes() == 1
+    with pytest.raises(RuntimeError, match="single memory location"):
+        layer.weight.copy_(torch.ones(96, 256))
+    assert layer.state_dict()["weight"].is_contiguous()
+    assert layer.canonical_tensors()["weight"].untyped_storage().nbytes() == 96 * 256
+
+
+@pytest.mark.parametrize("name", SOME_SCHEMES)
+def test_gradients_are_an_error_and_a_forward_pass_without_no_grad_is_not(name: str) -> None:
+    _, layer = make(name)
+    x = tokens(torch.bfloat16, 3, 256)
+    with torch.no_grad():
+        expected = layer(x)
+    y = layer(x)  # the bias wants a gradient
+    assert torch.equal(y, expected) and y.requires_grad
+    with pytest.raises(NotImplementedError, match=r"gradients through QuantLinear\(in_features=256, .*are not supported yet"):
+        y.float().sum().backward()
+    layer.requires_grad_(False)
+    assert not layer(x).requires_grad
+    x.requires_grad_()
+    with pytest.raises(NotImplementedError, match="gradients through QuantLinear"):
+        layer(x).float().sum().backward()
 
 
 def test_extra_repr_names_the_scheme() -> None:

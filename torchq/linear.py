@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from torchq import numerics
-from torchq.kernels import fp8, w8a8_int8, wna16, wna16_cpu
+from torchq.kernels import fp8, w8a8_int8, w8a8_int8_cpu, wna16, wna16_cpu
 from torchq.matching import is_conv1d
 from torchq.packing import pack_int32, pack_zero_point, packed_words, unpack_int32, unpack_zero_point
 from torchq.scheme import QuantArgs, Scheme
 
 _SAME_SIZE_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NATIVE = ("weight_planes", "scale_and_zero", "native_zero_point", "native_zero_residual")
-_CANONICAL_OF_NATIVE = ("weight_packed", "weight_scale", "weight_zero_point")
+_NATIVE_WNA16 = ("weight_planes", "scale_and_zero", "native_zero_point", "native_zero_residual")
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -32,7 +31,7 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-_KERNEL_MODULES = (wna16, wna16_cpu, w8a8_int8, fp8)  # named so that importing them, which registers the ops, is a use
+_KERNEL_MODULES = (wna16, wna16_cpu, w8a8_int8, w8a8_int8_cpu, fp8)  # named so that importing them, which registers ops, is a use
 _OPS = torch.ops.torchq
 
 
@@ -110,8 +109,9 @@ class QuantLinear(nn.Module):
             [ceil(N / rows), ceil(K / columns)].
 
     Packed layers have no weight matrix, but model code reads ``weight.dtype``, ``.device`` and ``.shape``: there ``weight`` is a
-    placeholder, one NaN expanded to [N, K]. Casting the module (``.to(dtype)``, ``.half()``) changes ``compute_dtype``
-    and the bias, never the quantized tensors.
+    placeholder, one NaN expanded to [N, K]. So it is, one int8 zero, where a CPU kernel holds an int8 weight; ask
+    :meth:`canonical_tensors`. Casting the module (``.to(dtype)``, ``.half()``) changes ``compute_dtype`` and the bias, never the
+    quantized tensors.
 
     Args:
         in_features: K.
@@ -148,6 +148,7 @@ class QuantLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
         self.compute_dtype = dtype
+        self._onednn_weight: Tensor | None = None  # no buffer: it is opaque, and PyTorch's in-place operations corrupt it
         self.transposed = False  # whether it replaced a Conv1D, whose weight is [K, N]
         for name, (shape, buffer_dtype) in buffer_specs(scheme, out_features, in_features, dtype).items():
             self.register_buffer(name, torch.empty(shape, dtype=buffer_dtype, device=device))
@@ -222,7 +223,11 @@ class QuantLinear(nn.Module):
                 args.num_bits,
                 args.group_size or self.in_features,
             )
-        weight, scale, input_scale = buffers["weight"], buffers["weight_scale"], buffers.get("input_scale")
+        scale, input_scale = buffers["weight_scale"], buffers.get("input_scale")
+        if self._onednn_weight is not None:
+            zero_point = buffers.get("input_zero_point")
+            return _OPS.w8a8_int8_cpu.default(x, self._onednn_weight, scale, input_scale, zero_point, bias)
+        weight = buffers["weight"]
         if args.type == "int":
             return _OPS.w8a8_int8.default(x, weight, scale, input_scale, buffers.get("input_zero_point"), bias)
         acts = self.scheme.input_activations
@@ -251,7 +256,7 @@ class QuantLinear(nn.Module):
     @property
     def scale_dtype(self) -> torch.dtype:
         """Dtype of the scales, in memory and on disk."""
-        return self.scale_and_zero.dtype if self.is_native else self.weight_scale.dtype
+        return self.scale_and_zero.dtype if "scale_and_zero" in self._buffers else self.weight_scale.dtype
 
     @property
     def _group_size(self) -> int:
@@ -261,13 +266,16 @@ class QuantLinear(nn.Module):
 
     @property
     def is_native(self) -> bool:
-        """Whether the weight is in memory in the CPU kernel's layout (:mod:`torchq.kernels.wna16_cpu`)."""
-        return "weight_planes" in self._buffers
+        """Whether the weight is in memory in a CPU kernel's layout (``torchq.kernels.wna16_cpu`` or ``w8a8_int8_cpu``)."""
+        return "weight_planes" in self._buffers or self._onednn_weight is not None
 
     def canonical_tensors(self) -> dict[str, Tensor]:
         """Return the quantized tensors as on disk, by name. New tensors where the layout in memory is another."""
+        buffers = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
         if not self.is_native:
-            return {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
+            return buffers
+        if self._onednn_weight is not None:
+            return buffers | {"weight": w8a8_int8_cpu.unpack_weight(self._onednn_weight)}
         num_bits = self.scheme.weights.num_bits
         num_groups = self.in_features // self._group_size
         q = wna16_cpu.unpack_planes(self.weight_planes, num_bits)
@@ -281,9 +289,16 @@ class QuantLinear(nn.Module):
         return tensors
 
     def pack_native_(self) -> None:
-        """Move to the CPU kernel's layout where it can hold this weight and is of use: bfloat16 scales, on a CPU."""
-        if self.is_native or self.scheme.format != "pack-quantized" or self.weight_packed.device.type != "cpu":
+        """Move to a CPU kernel's layout where it can hold this weight and is of use."""
+        if self.is_native or self._device.type != "cpu":
             return
+        if self.scheme.format == "pack-quantized":
+            self._pack_wna16()
+        elif self.scheme.format == "int-quantized" and w8a8_int8_cpu.is_of_use(self.weight) and not self.weight.is_shared():
+            self._onednn_weight = w8a8_int8_cpu.pack_weight(self.weight)  # which could not be shared with other processes
+            self.register_buffer("weight", torch.zeros(1, 1, dtype=torch.int8).expand_as(self.weight), persistent=False)
+
+    def _pack_wna16(self) -> None:
         args: QuantArgs = self.scheme.weights
         if self.weight_scale.dtype != torch.bfloat16 or (args.num_bits > 4 and not args.symmetric):
             return
@@ -294,9 +309,9 @@ class QuantLinear(nn.Module):
         planes = wna16_cpu.pack_planes(q, args.num_bits)
         pairs = wna16_cpu.pack_scale_and_zero(scale, zero_point, args.num_bits, self._group_size, native_size)
         residual = None if zero_point is None else wna16_cpu.zero_residual(scale, zero_point)
-        for name in _CANONICAL_OF_NATIVE:
+        for name in ("weight_packed", "weight_scale", "weight_zero_point"):
             self._buffers.pop(name, None)
-        for name, tensor in zip(_NATIVE, (planes, pairs, zero_point, residual), strict=True):
+        for name, tensor in zip(_NATIVE_WNA16, (planes, pairs, zero_point, residual), strict=True):
             self.register_buffer(name, tensor, persistent=False)
 
     def unpack_native_(self) -> None:
@@ -304,9 +319,10 @@ class QuantLinear(nn.Module):
         if not self.is_native:
             return
         tensors = self.canonical_tensors()
-        for name in _NATIVE:
-            self._buffers.pop(name)
-            self._non_persistent_buffers_set.discard(name)
+        self._onednn_weight = None
+        for name in _NATIVE_WNA16:
+            self._buffers.pop(name, None)
+        self._non_persistent_buffers_set.clear()
         self._buffers.update(tensors)
 
     def _set_placeholder(self) -> None:
@@ -328,7 +344,7 @@ class QuantLinear(nn.Module):
                 f"Module.type(dtype) would convert packed integers too ({self.extra_repr()}); use .to(dtype), .half() or .float()"
             )
         probe = fn(torch.empty(0, dtype=self.compute_dtype, device=self._device))
-        if probe.device.type != self._device.type:
+        if probe.device.type != self._device.type or self._onednn_weight is not None:
             self.unpack_native_()
         dtypes = {name: buffer.dtype for name, buffer in self._buffers.items() if buffer is not None}
         for name, dtype in dtypes.items():
@@ -386,6 +402,7 @@ class QuantLinear(nn.Module):
             tensors[name] = tensors[name].view(torch.int8)
         state["_buffers"] = tensors
         state["_non_persistent_buffers_set"] = set()
+        state["_onednn_weight"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

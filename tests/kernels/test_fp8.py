@@ -168,7 +168,7 @@ def test_bfloat16_scales_with_other_activations(weights, kind, dtype):
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 @pytest.mark.parametrize("weights", list(WEIGHTS))
 def test_row_tiles(weights, kind, monkeypatch):
-    monkeypatch.setattr(module, "_TILE_WEIGHTS", 96 * 40)  # 40 rows, or one block, at a time
+    monkeypatch.setattr(module, "_TILE_BYTES", 4 * 96 * 40)  # 40 rows, or one block, at a time
     case = Case(300, 96, weights, kind, torch.float32)
     case.check(activations(5, 96, torch.float32), torch.randn(300))
 

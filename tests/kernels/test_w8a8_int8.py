@@ -56,7 +56,7 @@ def by_integers(x, weight, weight_scale, input_scale, zero_point, bias):
         scale = input_scale.float()
     shift = 0 if zero_point is None else int(zero_point)
     codes = ((values / scale).round() + shift).clamp(-128, 127).long()
-    y = ((codes - shift) @ weight.long().t()).float() * scale * weight_scale.float().reshape(1, -1)
+    y = ((codes - shift) @ weight.long().t()).float() * weight_scale.float().reshape(1, -1) * scale
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
