@@ -41,15 +41,17 @@ def main() -> None:
     if arguments.measure_memory:
         _measure_memory(Path(arguments.measure_memory), arguments.prompt_tokens, arguments.new_tokens)
         return
-    base, _ = load_source(arguments.model or demo_model_path(), dtype=torch.bfloat16)
+    base, tokenizer = load_source(arguments.model or demo_model_path(), dtype=torch.bfloat16)
     with tempfile.TemporaryDirectory() as temporary:
         folders = {"bfloat16": Path(temporary) / "bfloat16"}
         base.save_pretrained(folders["bfloat16"])
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folders["bfloat16"])
         for name in arguments.recipes:
             model, _ = load_source(folders["bfloat16"])
             quantize_(model, RECIPES[name], progress=False)
             folders[name] = Path(temporary) / name.replace(" ", "-")
-            save_pretrained(model, folders[name])
+            save_pretrained(model, folders[name], tokenizer=tokenizer)
             del model
         models = {name: _load(folder).to(arguments.device) for name, folder in folders.items()}
         functions = {
