@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from torchq import QuantConfig
+from torchq.algorithms.gptq import GPTQ
 from torchq.algorithms.rtn import RTN
 from torchq.scheme import SCHEMES, QuantArgs, Scheme
 
@@ -12,7 +13,7 @@ from torchq.scheme import SCHEMES, QuantArgs, Scheme
 def test_defaults():
     config = QuantConfig("W4A16")
     assert config.targets == ("Linear",) and config.ignore == ("lm_head",) and config.overrides == {}
-    assert config.resolve() == SCHEMES["W4A16"] and config.rtn == RTN()
+    assert config.resolve() == SCHEMES["W4A16"] and config.recipe(config.resolve(), False) == RTN()
 
 
 def test_lists_become_tuples():
@@ -106,11 +107,12 @@ def test_group_size_of_overrides():
         ({"group_size": "64"}, TypeError, r"group_size must be an integer, got '64'"),
         ({"scheme": "W8A8", "group_size": 64}, ValueError, r"group_size=64 does not apply to scheme W8A8"),
         ({"scheme": "FP8", "symmetric": False}, ValueError, r"type='float' is always symmetric"),
-        ({"algorithm": "gptq"}, NotImplementedError, r"algorithm='gptq' is not supported yet; supported: .*'auto', 'rtn'"),
-        ({"algorithm": "AWQ"}, NotImplementedError, r"algorithm='AWQ' is not supported yet; supported: .*'auto', 'rtn'"),
-        ({"algorithm": "hqq"}, ValueError, r"algorithm='hqq' is unknown; supported: .*'auto', 'rtn'.*, or RTN"),
-        ({"algorithm": None}, TypeError, r"algorithm must be one of .* or RTN\(...\), got NoneType"),
-        ({"algorithm": [RTN()]}, TypeError, r"algorithm must be one of .* or RTN\(...\), got list"),
+        ({"algorithm": "smoothquant"}, NotImplementedError, r"algorithm='smoothquant' is not supported yet; supported: .*'auto'"),
+        ({"algorithm": "AWQ"}, NotImplementedError, r"algorithm='AWQ' is not supported yet; supported: .*'auto', 'rtn', 'gptq'"),
+        ({"algorithm": "hqq"}, ValueError, r"algorithm='hqq' is unknown; supported: .*'rtn', 'gptq'\), RTN\(...\) or GPTQ"),
+        ({"propagate": "both"}, ValueError, r"propagate must be one of \('true_sequential', 'float'\), got 'both'"),
+        ({"algorithm": None}, TypeError, r"algorithm must be one of .*, RTN\(...\) or GPTQ\(...\), got NoneType"),
+        ({"algorithm": [RTN()]}, TypeError, r"algorithm must be one of .*, RTN\(...\) or GPTQ\(...\), got list"),
         ({"kv_cache": "fp8"}, NotImplementedError, r"kv_cache='fp8' is not supported yet; leave kv_cache=None"),
     ],
 )
@@ -119,10 +121,23 @@ def test_wrong_settings(kwargs, error, message):
         QuantConfig(**{"scheme": "W4A16", **kwargs})
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "rtn", "RTN", RTN(), RTN("absmax")])
-def test_algorithm(algorithm):
-    expected = algorithm if isinstance(algorithm, RTN) else RTN()
-    assert QuantConfig("W4A16", algorithm=algorithm).rtn == expected
+@pytest.mark.parametrize(
+    ("algorithm", "scheme", "calibrated", "expected"),
+    [
+        ("auto", "W4A16", False, RTN()),
+        ("auto", "W4A16", True, GPTQ()),
+        ("auto", "W8A8", True, GPTQ()),
+        ("auto", "FP8_DYNAMIC", True, RTN()),
+        ("rtn", "W4A16", True, RTN()),
+        ("RTN", "W4A16", False, RTN()),
+        ("GPTQ", "W4A16", True, GPTQ()),
+        (RTN("absmax"), "W4A16", True, RTN("absmax")),
+        (GPTQ(0.1), "W4A16", True, GPTQ(0.1)),
+    ],
+)
+def test_algorithm(algorithm, scheme, calibrated, expected):
+    config = QuantConfig(scheme, algorithm=algorithm)
+    assert config.recipe(config.resolve(), calibrated) == expected
 
 
 def test_config_is_frozen():

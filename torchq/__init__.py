@@ -1,6 +1,7 @@
 """torchq: quantize Hugging Face models in place, run them packed, save checkpoints that vLLM loads as they are."""
 
 from torchq._version import __version__
+from torchq.algorithms.gptq import GPTQ
 from torchq.algorithms.rtn import RTN
 from torchq.checkpoint.reader import load_pretrained
 from torchq.checkpoint.writer import save_pretrained
@@ -11,6 +12,7 @@ from torchq.report import QuantReport
 from torchq.scheme import QuantArgs, Scheme
 
 __all__ = [
+    "GPTQ",
     "RTN",
     "QuantArgs",
     "QuantConfig",

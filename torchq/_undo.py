@@ -104,14 +104,13 @@ class UndoLog:
                 owner.__dict__[name] = value
         weights: dict[int, nn.Parameter] = {}
         for entry in self._replaced:
-            module = entry.module()
-            if module is None:  # nobody else holds it: its copy takes its place
-                module, weight = entry.shell, entry.weight()
-                if weight is None:
-                    if entry.offset not in weights:
-                        weights[entry.offset] = self._read_weight(entry)
-                    weight = weights[entry.offset]
-                module._parameters["weight"] = weight
+            module = entry.module() or entry.shell  # where nobody else holds it, its copy takes its place
+            weight = entry.weight()
+            if weight is None:
+                if entry.offset not in weights:
+                    weights[entry.offset] = self._read_weight(entry)
+                weight = weights[entry.offset]
+            module._parameters["weight"] = weight
             parent_name, _, attribute = entry.name.rpartition(".")
             setattr(entry.model.get_submodule(parent_name), attribute, module)
 

@@ -81,6 +81,13 @@ def quantize(
     override: Annotated[
         list[str] | None, typer.Option(help="PATTERN=SCHEME (or PATTERN=none) for some modules. Repeatable.")
     ] = None,
+    algorithm: Annotated[str, typer.Option(help="auto (GPTQ where there is calibration data), rtn or gptq.")] = "auto",
+    calibration: Annotated[
+        str | None,
+        typer.Option(help="Texts or chats to calibrate on: a .txt, .jsonl, .json, .csv or .parquet file, or a folder."),
+    ] = None,
+    num_samples: Annotated[int, typer.Option(help="Calibration sequences.")] = 128,
+    max_length: Annotated[int, typer.Option(help="Tokens per calibration sequence.")] = 512,
     dtype: Annotated[str, typer.Option(help="dtype of the 16-bit model: auto, bfloat16, float16 or float32.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Where to compute, e.g. cuda. Default: where the model is.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest file, e.g. 5GB.")] = "5GB",
@@ -88,6 +95,7 @@ def quantize(
     strict: Annotated[bool, typer.Option(help="Fail if any matrix cannot be quantized, instead of reporting it.")] = False,
 ) -> None:
     """Quantize MODEL and save a compressed-tensors checkpoint to OUTPUT."""
+    from torchq.calibration.data import CalibrationData
     from torchq.checkpoint.writer import check_output_folder, parse_size, save_pretrained
     from torchq.config import DEFAULT_IGNORE, QuantConfig
     from torchq.quantize import quantize_
@@ -95,6 +103,7 @@ def quantize(
 
     config = QuantConfig(
         scheme,
+        algorithm=algorithm,
         group_size=group_size,
         targets=tuple(target or ("Linear",)),
         ignore=DEFAULT_IGNORE if ignore is None else tuple(ignore),
@@ -103,9 +112,14 @@ def quantize(
     )
     check_output_folder(output)
     parse_size(max_shard_size)
+    data = None
+    if calibration is not None:
+        if not Path(calibration).exists():
+            raise FileNotFoundError(f"--calibration {calibration} does not exist")
+        data = CalibrationData(calibration, num_samples=num_samples, max_length=max_length)
     with _status(f"loading {model}"):
         loaded, tokenizer = load_source(model, dtype=_parse_dtype(dtype), revision=revision)
-    report = quantize_(loaded, config, device=device)
+    report = quantize_(loaded, config, calibration=data, tokenizer=tokenizer, device=device)
     with _status(f"saving to {output}"):
         save_pretrained(loaded, output, tokenizer=tokenizer, max_shard_size=max_shard_size)
     _print_report(report)

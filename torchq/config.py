@@ -6,12 +6,14 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from torchq.algorithms.gptq import GPTQ
 from torchq.algorithms.rtn import RTN
 from torchq.scheme import Scheme, resolve_scheme
 
 DEFAULT_IGNORE = ("lm_head",)
-ALGORITHMS = ("auto", "rtn")
-PLANNED_ALGORITHMS = ("gptq", "awq", "smoothquant")
+ALGORITHMS = ("auto", "rtn", "gptq")
+PLANNED_ALGORITHMS = ("awq", "smoothquant")
+PROPAGATE = ("true_sequential", "float")
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,9 @@ class QuantConfig:
 
     Attributes:
         scheme: A name (``"W4A16"``, ``"W8A8"``, ...) or a :class:`torchq.scheme.Scheme`.
-        algorithm: ``"auto"`` (the best recipe for the scheme), ``"rtn"``, or :class:`torchq.algorithms.rtn.RTN` with settings.
+        algorithm: ``"auto"`` (the best recipe for the scheme: GPTQ for integer weights where there is calibration data, else
+            RTN), ``"rtn"``, ``"gptq"``, or one of them with settings: :class:`torchq.algorithms.rtn.RTN`,
+            :class:`torchq.algorithms.gptq.GPTQ`.
         group_size: Weights along in_features that share a scale; -1 for one group per row; None for the scheme's own.
         symmetric: Whether the weights go without zero points; None for the scheme's own.
         targets: Which modules to quantize.
@@ -33,6 +37,8 @@ class QuantConfig:
             name, if it has one.
         overrides: Pattern -> scheme name, Scheme, or None (leave in 16 bits). The first matching one counts.
         kv_cache: Not supported yet; must be None.
+        propagate: What a calibrated layer's inputs come from: ``"true_sequential"`` (a model in which every layer before it is
+            quantized) or ``"float"`` (the 16-bit model).
         strict: Raise if any parameter that holds a matrix of a targeted kind (a fused 3-D expert tensor, a subclass of Linear
             with a forward of its own) cannot be quantized, instead of leaving it in 16 bits and reporting it.
 
@@ -41,13 +47,14 @@ class QuantConfig:
     """
 
     scheme: str | Scheme
-    algorithm: str | RTN = "auto"
+    algorithm: str | RTN | GPTQ = "auto"
     group_size: int | None = None
     symmetric: bool | None = None
     targets: tuple[str, ...] = ("Linear",)
     ignore: tuple[str, ...] = DEFAULT_IGNORE
     overrides: Mapping[str, str | Scheme | None] = field(default_factory=dict)
     kv_cache: str | None = None
+    propagate: str = "true_sequential"
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -67,9 +74,12 @@ class QuantConfig:
             if algorithm in PLANNED_ALGORITHMS:
                 raise NotImplementedError(f"algorithm={self.algorithm!r} is not supported yet; supported: {ALGORITHMS}")
             if algorithm not in ALGORITHMS:
-                raise ValueError(f"algorithm={self.algorithm!r} is unknown; supported: {ALGORITHMS}, or RTN(...)")
-        elif not isinstance(self.algorithm, RTN):
-            raise TypeError(f"algorithm must be one of {ALGORITHMS} or RTN(...), got {type(self.algorithm).__name__}")
+                raise ValueError(f"algorithm={self.algorithm!r} is unknown; supported: {ALGORITHMS}, RTN(...) or GPTQ(...)")
+        elif not isinstance(self.algorithm, (RTN, GPTQ)):
+            got = type(self.algorithm).__name__
+            raise TypeError(f"algorithm must be one of {ALGORITHMS}, RTN(...) or GPTQ(...), got {got}")
+        if self.propagate not in PROPAGATE:
+            raise ValueError(f"propagate must be one of {PROPAGATE}, got {self.propagate!r}")
         self.resolve()
         object.__setattr__(self, "overrides", dict(self.overrides))
         for pattern in self.overrides:
@@ -92,10 +102,15 @@ class QuantConfig:
             scheme = resolve_scheme(override, self.group_size)
         return scheme
 
-    @property
-    def rtn(self) -> RTN:
-        """Settings of the rounding."""
-        return self.algorithm if isinstance(self.algorithm, RTN) else RTN()
+    def recipe(self, scheme: Scheme, calibrated: bool) -> RTN | GPTQ:
+        """Return the algorithm and its settings for layers of ``scheme``; ``calibrated``: whether there is calibration data."""
+        if not isinstance(self.algorithm, str):
+            return self.algorithm
+        algorithm = self.algorithm.lower()
+        if algorithm == "auto":
+            weights = scheme.weights
+            return GPTQ() if calibrated and weights.type == "int" and weights.strategy in ("group", "channel") else RTN()
+        return GPTQ() if algorithm == "gptq" else RTN()
 
 
 def _as_patterns(name: str, value: object) -> tuple[str, ...]:

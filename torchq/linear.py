@@ -195,7 +195,7 @@ class QuantLinear(nn.Module):
         """Return [..., N] for activations x [..., K], in x's dtype."""
         bias = self._parameters["bias"]
         if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-            return _Forward.apply(self, x, bias)
+            return _Forward.apply(self, x, bias)  # type: ignore[no-untyped-call]
         return self._linear(x, bias)
 
     def _linear(self, x: Tensor, bias: Tensor | None) -> Tensor:

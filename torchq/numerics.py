@@ -162,6 +162,7 @@ def choose_qparams(
     search: ScaleSearch = "mse",
     scale_dtype: torch.dtype | None = None,
     signed: bool = True,
+    importance: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Choose scales and zero points for a weight.
 
@@ -173,6 +174,8 @@ def choose_qparams(
             absmax / ((2^b - 1) / 2), or (max - min) / (2^b - 1), or absmax / 448, computed in the weight's dtype.
         scale_dtype: dtype of the scales; the weight's by default.
         signed: Whether the search may make symmetric integer scales negative.
+        importance: [K], not negative: the search weights the squared error of column k by ``importance[k]``. With the mean
+            square of the k-th input it is the expected error of the layer's output, were inputs uncorrelated. None: all alike.
 
     Returns:
         Scales as :func:`scale_shape`, finite and nonzero also after rounding to ``scale_dtype``, and zero points (int8, same
@@ -184,7 +187,8 @@ def choose_qparams(
     if search == "absmax" or args.type == "float":
         scale, zero_point = _absmax_qparams(groups, args)
     else:
-        scale, zero_point = _search_qparams(groups, args, signed, scale_dtype)
+        weights = None if importance is None else _column_weights(importance, args, weight.shape[0])
+        scale, zero_point = _search_qparams(groups, args, signed, scale_dtype, weights)
     scale = _representable(scale, scale_dtype, _reach(args, zero_point)).reshape(shape)
     return scale, None if zero_point is None else zero_point.to(torch.int8).reshape(shape)
 
@@ -227,7 +231,18 @@ def _representable(scale: Tensor, dtype: torch.dtype, reach: float | Tensor) -> 
     return torch.where(scale == 0, info.eps, rounded)
 
 
-def _search_qparams(groups: Tensor, args: QuantArgs, signed: bool, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _column_weights(importance: Tensor, args: QuantArgs, rows: int) -> Tensor:
+    """[K] -> square roots [G, S] (one row of groups), of mean 1 and at least 1e-2, so that no column counts for nothing."""
+    relative = importance.float() / importance.float().mean().clamp_min(torch.finfo(torch.float32).tiny)
+    root = relative.clamp_min(1e-4).sqrt()
+    if args.strategy == "tensor":
+        return root.repeat(rows)[None]
+    return root.view(-1, args.group_size) if args.strategy == "group" and args.group_size else root[None]
+
+
+def _search_qparams(
+    groups: Tensor, args: QuantArgs, signed: bool, scale_dtype: torch.dtype, weights: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Search scales for least squared error in float32, a cache-sized chunk of groups at a time."""
     rows, num_groups, size = groups.shape
     flat = groups.reshape(rows * num_groups, size)
@@ -235,20 +250,26 @@ def _search_qparams(groups: Tensor, args: QuantArgs, signed: bool, scale_dtype: 
     zero_point = None if args.symmetric else torch.empty_like(scale)
     step = max(1, _CHUNK_VALUES.get(flat.device.type, 1 << 22) // size)
     for start in range(0, flat.shape[0], step):
-        found_scale, found_zero_point = _search_chunk(flat[start : start + step], args, signed, scale_dtype)
+        chunk = flat[start : start + step]
+        root = None
+        if weights is not None:
+            root = weights[torch.arange(start, start + chunk.shape[0], device=weights.device) % num_groups]
+        found_scale, found_zero_point = _search_chunk(chunk, args, signed, scale_dtype, root)
         scale[start : start + step] = found_scale
         if zero_point is not None and found_zero_point is not None:
             zero_point[start : start + step] = found_zero_point
     return scale.reshape(rows, num_groups), None if zero_point is None else zero_point.reshape(rows, num_groups)
 
 
-def _search_chunk(w: Tensor, args: QuantArgs, signed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _search_chunk(
+    w: Tensor, args: QuantArgs, signed: bool, dtype: torch.dtype, root: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Grid search, local refinement, closed-form refit for groups w [B, S] -> scale [B], zero point [B] (float32) or None.
 
     The first candidate is compressed-tensors' rule and each step keeps the better of old and new, so the result is never
     worse than that rule.
     """
-    search = _GroupSearch(w, args, signed, dtype)
+    search = _GroupSearch(w, args, signed, dtype, root)
     scale, zero_point = (None if t is None else t.float() for t in _absmax_qparams(w, args))
     assert scale is not None
     search.consider(scale / search.base, zero_point)
@@ -277,12 +298,14 @@ def _search_chunk(w: Tensor, args: QuantArgs, signed: bool, dtype: torch.dtype) 
 class _GroupSearch:
     """The best scale (and zero point) found so far for each group of w [B, S], by the squared error of the scale as stored.
 
+    ``root`` [B, S] weights the error of each value; None: all alike.
+
     Scales are multiples, ``factor`` [B], of ``base`` [B], the scale that just fits the group's largest magnitude. Buffers of
     the size of w are reused from candidate to candidate.
     """
 
-    def __init__(self, w: Tensor, args: QuantArgs, signed: bool, dtype: torch.dtype) -> None:
-        self.args, self.dtype = args, dtype
+    def __init__(self, w: Tensor, args: QuantArgs, signed: bool, dtype: torch.dtype, root: Tensor | None = None) -> None:
+        self.args, self.dtype, self.root = args, dtype, root
         w = w.float().contiguous()  # the order of a sum, and so a tie, must not depend on strides
         low, high = w.aminmax(dim=-1)
         if args.symmetric:
@@ -316,6 +339,8 @@ class _GroupSearch:
             factor = _representable(factor * self.base, self.dtype, _reach(self.args, zero_point)).float() / self.base
         self._round(factor, zero_point)
         self.codes -= self.scaled
+        if self.root is not None:
+            self.codes *= self.root
         error = torch.linalg.vecdot(self.codes, self.codes) * factor.square()
         better = error < self.error
         self.error = torch.where(better, error, self.error)
@@ -328,8 +353,11 @@ class _GroupSearch:
         self._round(self.factor, self.zero_point)
         if self.zero_point is not None:
             self.codes -= self.zero_point[:, None]
+        u = self.u
+        if self.root is not None:
+            u, self.codes = u * self.root, self.codes.mul_(self.root)
         power = torch.linalg.vecdot(self.codes, self.codes)
-        fitted = torch.linalg.vecdot(self.u, self.codes) / power
+        fitted = torch.linalg.vecdot(u, self.codes) / power
         return torch.where((power > 0) & (fitted != 0), fitted, self.factor)
 
     def _round(self, factor: Tensor, zero_point: Tensor | None) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 
 from torchq._undo import UndoLog
 from torchq._version import __version__
-from torchq.algorithms.rtn import quantize_weight
+from torchq.algorithms.gptq import GPTQ
+from torchq.algorithms.rtn import RTN, quantize_weight
 from torchq.checkpoint.writer import quantization_config
 from torchq.config import QuantConfig
-from torchq.linear import QuantLinear, buffer_specs
+from torchq.linear import QuantizedWeight, QuantLinear, buffer_specs
 from torchq.matching import is_conv1d
 from torchq.model_utils import (
     flag_configs,
@@ -52,8 +54,10 @@ def quantize_(
     Args:
         model: Any ``nn.Module``, typically a Hugging Face model, in float16, bfloat16 or float32.
         config: A scheme name such as ``"W4A16"``, a Scheme, or a :class:`~torchq.config.QuantConfig`.
-        calibration: Not supported yet; must be None.
-        tokenizer: Goes with ``calibration``.
+        calibration: Texts, chats, token ids, batches, a file or a dataset, for algorithms that look at activations; anything
+            that :func:`torchq.calibration.data.load_batches` takes, or a :class:`torchq.calibration.data.CalibrationData` that
+            also says how much of it. None: data-free.
+        tokenizer: Makes tokens of texts and chats.
         device: Where to compute, e.g. ``"cuda"``; each layer's own device by default. Results return to the layer's device.
         resume: Not supported yet; must be None.
         progress: Whether to show a progress bar on a terminal.
@@ -66,7 +70,7 @@ def quantize_(
 
     Raises:
         ValueError: If a pattern matches nothing, a layer cannot hold the scheme, the model is quantized already, a weight is not
-            finite, or nothing would be quantized.
+            finite, nothing would be quantized, an algorithm lacks calibration data, or the data is unusable.
         TypeError: If ``model`` or ``config`` is of a wrong type.
         NotImplementedError: If the scheme or the algorithm is not supported yet.
     """
@@ -78,27 +82,51 @@ def quantize_(
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    for name, value in (("calibration", calibration), ("resume", resume)):
-        if value is not None:
-            raise NotImplementedError(f"{name} is not supported yet; leave {name}=None (data-free quantization)")
+    if resume is not None:
+        raise NotImplementedError("resume is not supported yet; leave resume=None")
     started = time.perf_counter()
     check_not_quantized(model)
     plans = plan_layers(model, config)
     preflight(plans)
+    todo = [plan for plan in plans if plan.scheme is not None]
+    recipes = {id(plan): config.recipe(plan.scheme, calibration is not None) for plan in todo if plan.scheme is not None}
+    _check_recipes(todo, recipes, calibration)
+    batches = None
+    if calibration is not None:
+        from torchq.calibration.data import load_batches
+
+        batches = load_batches(calibration, tokenizer, model)
     report = QuantReport(
         scheme=config.resolve().name,
-        algorithm=f"RTN, {config.rtn.scale_search} scales",
+        algorithm=_describe(recipes.values(), batches),
         num_parameters=0,
         torchq_version=__version__,
     )
-    todo = [plan for plan in plans if plan.scheme is not None]
     shared = _shared_parameters(model, todo)
     with UndoLog(enabled=undo, num_bytes=sum(weight_of(plan.module).nbytes for plan in todo)) as undo_log:
         entries = {}
         with _progress_bar("Quantizing", len(todo), progress) as advance:
+            calibrated = []
             for plan in todo:
-                entries[plan.names[0]] = _quantize_layer(model, plan, config, device, undo_log)
+                if batches is not None and _uses_data(plan, recipes[id(plan)]):
+                    calibrated.append(plan)
+                    continue
+                entries[plan.names[0]] = _quantize_layer(model, plan, recipes[id(plan)], device, undo_log)
                 advance()
+            if batches is not None and calibrated:
+                from torchq.calibration.solve import Solved, quantize_calibrated
+
+                def finish(plan: LayerPlan, solved: Solved) -> None:
+                    undo = undo_log if config.propagate == "float" else None  # else recorded when its weight was replaced
+                    entry = _swap(model, plan, solved.quantized, solved.relative_error, solved.seconds, undo)
+                    entries[entry.name] = replace(entry, output_error=solved.output_error, dampening_frac=solved.dampening_frac)
+                    if solved.note is not None:
+                        report.warnings.append(f"{plan.names[0]}: {solved.note}")
+                    advance()
+
+                report.timings = quantize_calibrated(
+                    model, calibrated, batches, config, device=device, undo_log=undo_log, finish=finish
+                )
         report.warnings += _untie(model, todo, shared, undo_log)
         _describe_in_config(model, undo_log)
         report.layers = [entries.get(plan.names[0]) or _left_out(plan) for plan in plans]
@@ -124,22 +152,74 @@ def _as_config(config: str | Scheme | QuantConfig) -> QuantConfig:
 # ------------------------------------------------------------------------------------------------------------------ quantize
 
 
-def _quantize_layer(
-    model: nn.Module, plan: LayerPlan, config: QuantConfig, device: torch.device | str | None, undo_log: UndoLog
-) -> LayerReport:
-    """Quantize one weight and swap in QuantLinear wherever it is used."""
+def _check_recipes(todo: list[LayerPlan], recipes: dict[int, RTN | GPTQ], calibration: Any) -> None:
+    """Check that each layer's algorithm has the data it needs and knows the layer's scheme."""
+    gptq = [plan for plan in todo if isinstance(recipes[id(plan)], GPTQ)]
+    if gptq and calibration is None:
+        raise ValueError(
+            "algorithm='gptq' needs calibration data: pass quantize_(..., calibration=texts, tokenizer=tokenizer), or use "
+            "algorithm='rtn'"
+        )
+    for plan in gptq:
+        assert plan.scheme is not None
+        if plan.scheme.weights.type != "int" or plan.scheme.weights.strategy not in ("group", "channel"):
+            raise NotImplementedError(
+                f"algorithm='gptq' supports integer weights per group or channel, got scheme {plan.scheme.name} for "
+                f"{plan.names[0]}; use algorithm='auto', which rounds such layers to nearest"
+            )
+
+
+def _uses_data(plan: LayerPlan, recipe: RTN | GPTQ) -> bool:
+    """Whether calibration data would change a layer's result."""
     assert plan.scheme is not None
+    return isinstance(recipe, GPTQ) or (recipe.scale_search == "mse" and plan.scheme.weights.type == "int")
+
+
+def _describe(recipes: Iterable[RTN | GPTQ], batches: Any) -> str:
+    """Name the algorithms of a report."""
+    data = "" if batches is None else f" on {batches.num_tokens:,} tokens"
+    names = []
+    for recipe in recipes:
+        if isinstance(recipe, GPTQ):
+            damping = "held-out" if recipe.dampening_frac is None else f"{recipe.dampening_frac:g}"
+            name = f"GPTQ, {recipe.scale_search} scales, {damping} damping{data}"
+        else:
+            name = f"RTN, {recipe.scale_search} scales" + (data if recipe.scale_search == "mse" else "")
+        if name not in names:
+            names.append(name)
+    return "; ".join(names)
+
+
+def _quantize_layer(
+    model: nn.Module, plan: LayerPlan, recipe: RTN | GPTQ, device: torch.device | str | None, undo_log: UndoLog
+) -> LayerReport:
+    """Quantize one weight without data and swap in QuantLinear wherever it is used."""
+    assert plan.scheme is not None and isinstance(recipe, RTN)
     started = time.perf_counter()
     weight = weight_of(plan.module).detach()
-    home = weight.device
     matrix = weight.t().contiguous() if is_conv1d(plan.module) else weight
-    quantized, relative_error = quantize_weight(matrix.to(device or home), plan.scheme, config.rtn)
-    del matrix
+    quantized, relative_error = quantize_weight(matrix.to(device or weight.device), plan.scheme, recipe)
+    del matrix, weight
+    return _swap(model, plan, quantized, relative_error, time.perf_counter() - started, undo_log)
+
+
+def _swap(
+    model: nn.Module,
+    plan: LayerPlan,
+    quantized: QuantizedWeight,
+    relative_error: float,
+    seconds: float,
+    undo_log: UndoLog | None,
+) -> LayerReport:
+    """Put QuantLinears in a layer's place, and report on it. The weight is recorded first, unless ``undo_log`` is None."""
+    assert plan.scheme is not None
+    started, home = time.perf_counter(), weight_of(plan.module).device
     replacements: dict[int, QuantLinear] = {}
     for module in plan.modules.values():
         if id(module) not in replacements:
             replacements[id(module)] = QuantLinear.from_linear(module, quantized).to(home)
-    undo_log.record(model, plan.modules)
+    if undo_log is not None:
+        undo_log.record(model, plan.modules)
     for name, module in plan.modules.items():
         set_module(model, name, replacements[id(module)])
     plan.module = replacements[id(plan.module)]
@@ -157,7 +237,7 @@ def _quantize_layer(
         num_bits=plan.scheme.weights.num_bits,
         relative_error=relative_error,
         reason=f"also used as {', '.join(plan.names[1:])}" if len(plan.names) > 1 else None,
-        seconds=time.perf_counter() - started,
+        seconds=seconds + time.perf_counter() - started,
     )
 
 

@@ -24,6 +24,9 @@ class LayerReport:
         num_parameters: Values in the weight.
         bits_per_weight: Stored bits per value, scales and zero points included; 16 or 32 where not quantized.
         relative_error: ``|W - dequantized| / |W|`` (Frobenius), or None.
+        output_error: ``|(W - dequantized) X| / |W X|`` on held-out calibration tokens X (on the calibration tokens if none are
+            held out), or None without calibration.
+        dampening_frac: What GPTQ added to the Hessian's diagonal, as a multiple of its mean, or None.
         reason: Why it is not quantized, or a note.
         seconds: Time spent.
     """
@@ -36,6 +39,8 @@ class LayerReport:
     format: str | None = None
     num_bits: int | None = None
     relative_error: float | None = None
+    output_error: float | None = None
+    dampening_frac: float | None = None
     reason: str | None = None
     seconds: float = 0.0
 
@@ -50,6 +55,9 @@ class QuantReport:
         scheme: Name of the default scheme.
         algorithm: What chose the codes.
         warnings: What a user should know: fallbacks, untied embeddings, parameters left in 16 bits.
+        torchq_version: Version of torchq.
+        seconds: Time spent.
+        timings: Of a calibrated run: seconds by part (``forward``, ``hessian``, ``solve``).
     """
 
     scheme: str
@@ -59,6 +67,7 @@ class QuantReport:
     warnings: list[str] = field(default_factory=list)
     torchq_version: str = ""
     seconds: float = 0.0
+    timings: dict[str, float] = field(default_factory=dict)
 
     @property
     def quantized_fraction(self) -> float:
@@ -109,5 +118,6 @@ class QuantReport:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> QuantReport:
         """Read what :meth:`to_dict` wrote."""
-        fields = {key: data[key] for key in ("scheme", "algorithm", "num_parameters", "warnings", "torchq_version", "seconds")}
+        keys = ("scheme", "algorithm", "num_parameters", "warnings", "torchq_version", "seconds", "timings")
+        fields = {key: data[key] for key in keys if key in data}
         return cls(layers=[LayerReport(**layer) for layer in data["layers"]], **fields)

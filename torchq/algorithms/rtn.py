@@ -6,6 +6,7 @@ range (:func:`torchq.numerics.choose_qparams`). ``RTN(scale_search="absmax")`` i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,41 +34,60 @@ class RTN:
             raise ValueError(f"scale_search must be 'mse' or 'absmax', got {self.scale_search!r}")
 
 
+def signed_scales(scheme: Scheme) -> bool:
+    """Whether scales may be negative: weight-only kernels take them, int8 activation kernels are free to assume positive ones."""
+    return scheme.input_activations is None
+
+
 @torch.no_grad()
-def quantize_weight(weight: Tensor, scheme: Scheme, settings: RTN | None = None) -> tuple[QuantizedWeight, float]:
+def quantize_weight(
+    weight: Tensor, scheme: Scheme, settings: RTN | None = None, importance: Tensor | None = None
+) -> tuple[QuantizedWeight, float]:
     """Quantize one weight.
 
     Args:
         weight: [N, K] finite, float16, bfloat16 or float32.
         scheme: How.
         settings: Scale search; ``RTN()`` by default.
+        importance: [K], weight of each column's squared error in the search, such as the mean square of its inputs.
 
     Returns:
         The quantized weight (scales in the weight's dtype) and its relative error ``|W - dequantized| / |W|`` (Frobenius).
     """
     settings, args = settings or RTN(), scheme.weights
-    # Negative scales are for weight-only kernels: int8 activation kernels are free to assume positive ones.
-    signed = scheme.input_activations is None
-    scale, zero_point = numerics.choose_qparams(weight, args, settings.scale_search, signed=signed)
+    signed = signed_scales(scheme)
+    scale, zero_point = numerics.choose_qparams(weight, args, settings.scale_search, signed=signed, importance=importance)
     q = torch.empty(weight.shape, dtype=torch.int8 if args.type == "int" else torch.float8_e4m3fn, device=weight.device)
-    error = norm = 0.0
-    step = max(1, _CHUNK_VALUES // weight.shape[1])
-    rows_per_scale = args.block_structure[0] if args.block_structure else 1
-    step = -(-step // rows_per_scale) * rows_per_scale
-    for start in range(0, weight.shape[0], step):
-        rows = slice(start, start + step)
-        scales, zeros = _rows(scale, rows, rows_per_scale), _rows(zero_point, rows, rows_per_scale)
-        assert scales is not None
+    quantized = QuantizedWeight(q, scale, zero_point, scheme)
+    for rows, scales, zeros in _row_chunks(quantized):
         chunk = weight[rows]
         if settings.scale_search == "mse":
             q[rows] = numerics.quantize(chunk.float(), scales.float(), zeros, args)
         else:
             q[rows] = numerics.quantize(chunk, scales, zeros, args)
-        restored = numerics.dequantize(q[rows], scales, zeros, args).float()
-        error += torch.linalg.vector_norm(restored - chunk, dtype=torch.float64).item() ** 2
-        norm += torch.linalg.vector_norm(chunk, dtype=torch.float64).item() ** 2
-    relative_error = (error / norm) ** 0.5 if norm else 0.0
-    return QuantizedWeight(q, scale, zero_point, scheme), relative_error
+    return quantized, relative_error(weight, quantized)
+
+
+def relative_error(weight: Tensor, quantized: QuantizedWeight) -> float:
+    """Return ``|W - dequantized| / |W|`` (Frobenius) of a weight [N, K]."""
+    error = norm = 0.0
+    for rows, scales, zeros in _row_chunks(quantized):
+        restored = numerics.dequantize(quantized.q[rows], scales, zeros, quantized.scheme.weights).float()
+        error += torch.linalg.vector_norm(restored - weight[rows], dtype=torch.float64).item() ** 2
+        norm += torch.linalg.vector_norm(weight[rows], dtype=torch.float64).item() ** 2
+    return (error / norm) ** 0.5 if norm else 0.0
+
+
+def _row_chunks(quantized: QuantizedWeight) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Yield ranges of rows, of whole blocks where scales are per block, with their scales and zero points."""
+    (n, k), blocks = quantized.q.shape, quantized.scheme.weights.block_structure
+    rows_per_scale = blocks[0] if blocks else 1
+    step = -(-max(1, _CHUNK_VALUES // k) // rows_per_scale) * rows_per_scale
+    for start in range(0, n, step):
+        rows = slice(start, min(start + step, n))
+        scales = _rows(quantized.scale, rows, rows_per_scale)
+        assert scales is not None
+        yield rows, scales, _rows(quantized.zero_point, rows, rows_per_scale)
 
 
 def _rows(tensor: Tensor | None, rows: slice, rows_per_scale: int) -> Tensor | None:

@@ -1,0 +1,221 @@
+"""quantize_ on calibration data: any architecture, saved and loaded; what it reports and refuses; nothing lost on failure."""
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+from torchq import GPTQ, RTN, QuantConfig, QuantLinear, load_pretrained, quantize_, save_pretrained
+from torchq.calibration.data import CalibrationData
+from torchq.calibration.solve import _block_of
+from torchq.testing import tiny_llama
+
+COMMON = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=128,
+              max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0)  # fmt: skip
+LLM = COMMON | dict(num_key_value_heads=2)
+T5 = dict(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=128, decoder_start_token_id=0)
+MODELS: dict[str, Any] = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLM)),
+    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**LLM, head_dim=16, tie_word_embeddings=True)),
+    "gemma3": lambda: hf.Gemma3ForCausalLM(
+        hf.Gemma3TextConfig(**LLM, head_dim=16, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
+    ),
+    "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**LLM)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128, n_positions=64)),
+    "opt": lambda: hf.OPTForCausalLM(hf.OPTConfig(**COMMON, ffn_dim=128, word_embed_proj_dim=32)),
+    "gpt-neox": lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**COMMON)),
+    "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**COMMON)),
+    "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5)),
+}
+W4 = QuantConfig("W4A16", group_size=32, algorithm="gptq")
+
+
+def build(name: str, dtype: torch.dtype) -> nn.Module:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        torch.manual_seed(0)
+        return MODELS[name]().eval()
+    finally:
+        torch.set_default_dtype(default)
+
+
+def ids(rows: int = 8, length: int = 24, seed: int = 0) -> Tensor:
+    return torch.randint(3, 128, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def data(**settings: Any) -> CalibrationData:
+    return CalibrationData(ids(), **{"max_length": 24, "holdout": 0.25} | settings)
+
+
+def run(model: nn.Module) -> Tensor:
+    given: dict[str, Tensor] = {"input_ids": ids(2, 12, seed=5)}
+    if model.config.is_encoder_decoder:
+        given["decoder_input_ids"] = ids(2, 5, seed=6)
+    with torch.no_grad():
+        return model(**given).logits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_architectures_are_calibrated_saved_and_loaded(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = build(name, dtype)
+    base = copy.deepcopy(model)
+    report = quantize_(model, W4, calibration=data(batch_tokens=48))
+    quantized = [layer for layer in report.layers if layer.status == "quantized"]
+    assert quantized and all(layer.output_error is not None and 0 < layer.output_error < 0.5 for layer in quantized)
+    assert all(layer.dampening_frac is not None for layer in quantized)
+    assert report.algorithm.startswith("GPTQ, mse scales, held-out damping on 144 tokens")
+    assert report.timings.keys() == {"forward", "hessian", "solve"}
+    logits = run(model)
+    error = ((logits - run(base)).float().norm() / run(base).float().norm()).item()
+    assert error < 0.5
+    save_pretrained(model, tmp_path / "out")
+    assert torch.equal(run(load_pretrained(tmp_path / "out")), logits)
+
+
+def test_less_divergence_than_without_data() -> None:
+    """On the calibration distribution, where a random model has nothing else to be good at."""
+    base = tiny_llama(hidden_size=128, intermediate_size=256)
+    torch.manual_seed(1)
+    for parameter in base.parameters():  # a random model's activations are white; give them structure
+        if parameter.ndim == 2:
+            parameter.data *= torch.rand(parameter.shape[1]).pow(2) * 3
+    errors = {}
+    for name, config, calibration in (
+        ("none", QuantConfig("W3A16", group_size=32), None),
+        ("weighted", QuantConfig("W3A16", group_size=32, algorithm="rtn"), data()),
+        ("gptq", QuantConfig("W3A16", group_size=32), CalibrationData(ids(64), max_length=24)),
+    ):
+        model = copy.deepcopy(base)
+        quantize_(model, config, calibration=calibration)
+        errors[name] = (run(model) - run(base)).square().mean().item()
+    assert errors["gptq"] < errors["weighted"] < errors["none"], errors
+
+
+def test_auto_takes_gptq_for_integers_with_data_and_rounds_the_rest() -> None:
+    model = tiny_llama()
+    config = QuantConfig("W4A16", group_size=32, overrides={"re:.*down_proj": "FP8_DYNAMIC", "re:.*0.*o_proj": "W8A8"})
+    report = quantize_(model, config, calibration=data())
+    by_name = {layer.name: layer for layer in report.layers if layer.status == "quantized"}
+    assert by_name["model.layers.0.mlp.down_proj"].output_error is None
+    assert by_name["model.layers.0.self_attn.o_proj"].dampening_frac is not None
+    assert by_name["model.layers.0.self_attn.q_proj"].dampening_frac is not None
+    assert report.algorithm == "GPTQ, mse scales, held-out damping on 144 tokens; RTN, mse scales on 144 tokens"
+    assert "RTN, mse scales:" not in report.summary()
+
+
+def test_the_scales_of_rtn_look_at_the_data() -> None:
+    plain, weighted = tiny_llama(), tiny_llama()
+    quantize_(plain, QuantConfig("W4A16", group_size=32, algorithm="rtn"))
+    report = quantize_(weighted, QuantConfig("W4A16", group_size=32, algorithm="rtn"), calibration=data())
+    assert report.algorithm == "RTN, mse scales on 144 tokens"
+    assert not torch.equal(plain.state_dict()["model.layers.0.mlp.up_proj.weight_scale"],
+                           weighted.state_dict()["model.layers.0.mlp.up_proj.weight_scale"])  # fmt: skip
+    absmax = tiny_llama()
+    report = quantize_(absmax, QuantConfig("W4A16", group_size=32, algorithm=RTN("absmax")), calibration=data())
+    assert report.algorithm == "RTN, absmax scales" and report.layers[0].output_error is None
+
+
+def test_true_sequential_looks_at_quantized_layers_and_float_does_not() -> None:
+    """The first group sees the same inputs; the last does not."""
+    states = {}
+    for propagate in ("true_sequential", "float"):
+        model = tiny_llama()
+        config = QuantConfig("W3A16", group_size=32, algorithm=GPTQ(dampening_frac=0.05), propagate=propagate)
+        quantize_(model, config, calibration=data())
+        states[propagate] = model.state_dict()
+    first, last = "model.layers.0.self_attn.q_proj.weight_packed", "model.layers.1.mlp.down_proj.weight_packed"
+    assert torch.equal(states["float"][first], states["true_sequential"][first])
+    assert not torch.equal(states["float"][last], states["true_sequential"][last])
+
+
+def test_the_same_call_gives_the_same_codes_and_a_model_in_training_mode_comes_back_so() -> None:
+    models = [tiny_llama(attention_dropout=0.5).train() for _ in range(2)]
+    for model in models:
+        quantize_(model, W4, calibration=data())
+        assert model.training and all(module.training for module in model.modules())
+    first, second = (model.state_dict() for model in models)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_quantized_head_is_calibrated_too() -> None:
+    model = tiny_llama()
+    report = quantize_(model, QuantConfig("W4A16", group_size=32, ignore=[]), calibration=data())
+    head = next(layer for layer in report.layers if layer.name == "lm_head")
+    assert head.status == "quantized" and head.dampening_frac is not None
+    assert isinstance(model.lm_head, QuantLinear)
+
+
+@pytest.mark.parametrize("undo", [True, False])
+@pytest.mark.parametrize("propagate", ["true_sequential", "float"])
+def test_a_failure_half_way_leaves_the_model_as_it_was(propagate: str, undo: bool) -> None:
+    model = tiny_llama()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    logits = run(model)
+    with torch.no_grad():
+        model.model.layers[1].post_attention_layernorm.weight[3] = float("nan")
+    config = QuantConfig("W4A16", group_size=32, algorithm="gptq", propagate=propagate)
+    with pytest.raises(ValueError, match=r"the input of model\.layers\.1\.mlp\.gate_proj holds NaN or inf"):
+        quantize_(model, config, calibration=data(), undo=undo)
+    if undo:
+        model.model.layers[1].post_attention_layernorm.weight.data.copy_(before["model.layers.1.post_attention_layernorm.weight"])
+        assert not any(isinstance(module, QuantLinear) for module in model.modules())
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert torch.equal(run(model), logits)
+        assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_layers_that_no_token_reaches_are_named_and_nothing_has_changed() -> None:
+    model = tiny_llama()
+    model.extra = nn.Linear(64, 64)
+    with pytest.raises(ValueError, match="no token reaches extra; add them to ignore, quantize them with other data"):
+        quantize_(model, W4, calibration=data())
+    assert not any(isinstance(module, QuantLinear) for module in model.modules())
+
+
+def test_bad_requests() -> None:
+    model = tiny_llama()
+    with pytest.raises(ValueError, match=r"algorithm='gptq' needs calibration data: pass quantize_\(\.\.\., calibration=texts"):
+        quantize_(model, W4)
+    with pytest.raises(
+        NotImplementedError, match="algorithm='gptq' supports integer weights per group or channel, got scheme FP8_"
+    ):
+        quantize_(model, QuantConfig("FP8_DYNAMIC", algorithm="gptq"), calibration=data())
+    with pytest.raises(ValueError, match="propagate must be one of"):
+        QuantConfig("W4A16", propagate="sideways")
+    with pytest.raises(TypeError, match=r"algorithm must be one of .*RTN\(\.\.\.\) or GPTQ\(\.\.\.\), got int"):
+        QuantConfig("W4A16", algorithm=3)
+    assert not any(isinstance(module, QuantLinear) for module in model.modules())
+
+
+def test_a_weight_used_by_two_layers_is_solved_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(torch.relu(self.first(x)))
+
+    model = Tied()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantize_(
+            model, QuantConfig("W4A16", group_size=32, ignore=[]), calibration=[{"x": torch.randn(64, 32)} for _ in range(2)]
+        )
+    assert torch.equal(model.first.dequantize(), model.second.dequantize())
+
+
+def test_blocks_by_name() -> None:
+    assert _block_of("model.layers.3.mlp.up_proj") == "model.layers.3"
+    assert _block_of("encoder.block.0.layer.1.DenseReluDense.wi") == "encoder.block.0"
+    assert _block_of("transformer.h.11.attn.c_attn") == "transformer.h.11"
+    assert _block_of("0.weight") == "0"
+    assert _block_of("lm_head") is None

@@ -1,0 +1,41 @@
+"""Sums over inputs."""
+
+import torch
+
+from torchq.calibration import statistics as module
+from torchq.calibration.statistics import InputStatistics
+
+
+def test_sums_are_those_of_all_tokens_that_count(monkeypatch):
+    monkeypatch.setattr(module, "_BLOCK", 16)
+    x = torch.randn(5, 7, 40, generator=torch.Generator().manual_seed(0))
+    mask = torch.rand(5, 7, generator=torch.Generator().manual_seed(1)) > 0.3
+    statistics = InputStatistics(40, "cpu")
+    for part, kept in zip(x.split(2), mask.split(2), strict=True):
+        statistics.add(part, kept)
+    statistics.finish()
+    tokens = x[mask].double()
+    assert torch.allclose(statistics.H.double(), tokens.t() @ tokens, atol=1e-4)
+    assert torch.equal(statistics.H, statistics.H.t())
+    assert torch.equal(statistics.absmax.double(), tokens.abs().amax(0))
+    assert statistics.num_tokens == len(tokens)
+    assert torch.allclose(statistics.mean_square.double(), tokens.square().mean(0), atol=1e-5)
+
+
+def test_bfloat16_inputs_are_summed_exactly_and_nothing_is_an_empty_sum():
+    x = torch.randn(64, 24).bfloat16()
+    statistics = InputStatistics(24, "cpu")
+    statistics.add(x[:0])
+    statistics.add(x, torch.zeros(64, dtype=torch.bool))
+    assert statistics.num_tokens == 0 and not statistics.H.any() and not statistics.mean_square.any()
+    statistics.add(x)
+    statistics.finish()
+    assert torch.allclose(statistics.H.double(), x.double().t() @ x.double(), atol=1e-4)
+
+
+def test_a_sum_and_not_a_mean():
+    statistics = InputStatistics(2, "cpu")
+    for value in (1.0, 2.0, 3.0):
+        statistics.add(torch.full((1, 2), value))
+    statistics.finish()
+    assert torch.equal(statistics.H, torch.full((2, 2), 14.0))

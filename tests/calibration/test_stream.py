@@ -1,0 +1,240 @@
+"""The suspended forward pass gives the statistics of a plain true-sequential loop."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+from torchq.calibration.data import Batch
+from torchq.calibration.statistics import InputStatistics
+from torchq.calibration.stream import Group, find_groups, inference_mode_of, stream
+from torchq.testing import tiny_llama
+
+COMMON = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
+
+
+def linears(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and "lm_head" not in name}
+
+
+def batches(count: int, seed: int = 0, rows: int = 2, length: int = 9) -> list[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    return [Batch({"input_ids": torch.randint(3, 128, (rows, length), generator=generator)}, None) for _ in range(count)]
+
+
+def halve(layers: dict[str, nn.Module], names: list[str]) -> None:
+    """Stands for quantizing: a new weight that changes everything after it."""
+    for name in names:
+        layers[name]._parameters["weight"] = nn.Parameter(layers[name].weight.detach() / 2 + 0.01)
+
+
+def plain_loop(model: nn.Module, groups: list[Group], data: list[Batch]) -> dict[str, Tensor]:
+    """True-sequential calibration by whole forward passes: one over all the data for every group."""
+    layers, result = linears(model), {}
+    for group in groups:
+        statistics = InputStatistics(layers[group.names[0]].in_features, "cpu")
+        handle = layers[group.names[0]].register_forward_pre_hook(lambda m, args, s=statistics: s.add(args[0]))
+        with torch.no_grad():
+            for batch in data:
+                model(**batch.inputs, use_cache=False)
+        handle.remove()
+        statistics.finish()
+        result[group.names[0]] = statistics.H
+        halve(layers, group.names)
+    return result
+
+
+def streamed(model: nn.Module, data: list[Batch], held: list[Batch], change: Callable[[list[str]], None]) -> dict[str, Any]:
+    layers, found = linears(model), {}
+
+    def solve(group: Group) -> None:
+        assert group.train is not None
+        found[group.names[0]] = (group.train.H.clone(), group.train.num_tokens, group.holdout and group.holdout.H.clone())
+        change(group.names)
+
+    groups = find_groups(model, layers, data[0])
+    assert stream(model, layers, groups, data, held, solve) == []
+    return found
+
+
+def test_groups_are_the_layers_that_read_one_tensor_in_order() -> None:
+    model = tiny_llama().eval()
+    groups = find_groups(model, linears(model), batches(1)[0])
+    per_block = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"],
+                 ["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]  # fmt: skip
+    expected = [[f"model.layers.{i}.{name}" for name in names] for i in range(2) for names in per_block]
+    assert [group.names for group in groups] == expected
+    assert all(group.calls == 1 for group in groups)
+
+
+def test_equals_a_plain_true_sequential_loop_bit_for_bit() -> None:
+    data = batches(3)
+    model = tiny_llama().eval()
+    expected = plain_loop(model, find_groups(model, linears(model), data[0]), data)
+    model = tiny_llama().eval()
+    layers = linears(model)
+    found = streamed(model, data, batches(2, seed=1), lambda names: halve(layers, names))
+    assert list(found) == list(expected)
+    for name, (H, num_tokens, holdout) in found.items():
+        assert torch.equal(H, expected[name]), name
+        assert num_tokens == 3 * 2 * 9 and holdout is not None and not torch.equal(H, holdout)
+
+
+def test_without_changes_it_is_the_float_model() -> None:
+    data = batches(2)
+    model = tiny_llama().eval()
+    found = streamed(model, data, [], lambda names: None)
+    inputs: dict[str, InputStatistics] = {}
+    handles = []
+    for name, layer in linears(model).items():
+        inputs[name] = InputStatistics(layer.in_features, "cpu")
+        handles.append(layer.register_forward_pre_hook(lambda m, args, s=inputs[name]: s.add(args[0])))
+    with torch.no_grad():
+        for batch in data:
+            model(**batch.inputs)
+    for handle in handles:
+        handle.remove()
+    for name, (H, _, holdout) in found.items():
+        inputs[name].finish()
+        assert torch.equal(H, inputs[name].H) and holdout is None
+
+
+def test_padding_does_not_count() -> None:
+    model = tiny_llama().eval()
+    ids = batches(1, rows=1)[0].inputs["input_ids"]
+    alone = streamed(model, [Batch({"input_ids": ids}, None)], [], lambda names: None)
+    padded = torch.cat([ids, torch.zeros(1, 6, dtype=torch.int64)], 1)
+    mask = torch.cat([torch.ones_like(ids), torch.zeros(1, 6, dtype=torch.int64)], 1)
+    batch = Batch({"input_ids": padded, "attention_mask": mask}, mask.bool())
+    both = streamed(model, [batch], [], lambda names: None)
+    for name, (H, num_tokens, _) in both.items():
+        assert num_tokens == 9
+        assert torch.allclose(H, alone[name][0], rtol=1e-4, atol=1e-4), name
+
+
+def test_modules_used_several_times_accumulate_and_are_solved_once() -> None:
+    model = hf.AlbertModel(hf.AlbertConfig(**COMMON, embedding_size=32)).eval()
+    layers = {name: m for name, m in linears(model).items() if "pooler" not in name}
+    groups = find_groups(model, layers, batches(1)[0])
+    shared = [group for group in groups if group.calls == 2]
+    assert [name.rpartition(".")[2] for group in shared for name in group.names] == [
+        "query",
+        "key",
+        "value",
+        "dense",
+        "ffn",
+        "ffn_output",
+    ]
+    solved: list[tuple[str, int]] = []
+    stream(model, layers, groups, batches(2), [], lambda group: solved.append((group.names[0], group.train.num_tokens)))
+    assert len(solved) == len({name for name, _ in solved}) == len(groups)
+    for name, num_tokens in solved:
+        assert num_tokens == (2 if "albert_layer_groups" in name else 1) * 2 * 2 * 9
+
+
+def test_layers_that_no_token_reaches_are_returned() -> None:
+    model = tiny_llama().eval()
+    model.extra = nn.Linear(64, 64)
+    layers = linears(model)
+    groups = find_groups(model, layers, batches(1)[0])
+    assert stream(model, layers, groups, batches(1), [], lambda group: None) == ["extra"]
+
+
+def test_each_layer_runs_once_and_what_follows_the_last_one_does_not_run() -> None:
+    model = tiny_llama().eval()
+    calls = {"layer": 0, "lm_head": 0}
+    groups = find_groups(model, linears(model), batches(1)[0])
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: calls.update(layer=calls["layer"] + 1))
+    model.lm_head.register_forward_hook(lambda *_: calls.update(lm_head=calls["lm_head"] + 1))
+    stream(model, linears(model), groups, batches(3), batches(1), lambda group: None)
+    assert calls == {"layer": 4, "lm_head": 0}
+
+
+def test_data_dependent_paths() -> None:
+    """Micro-batches that take different ways through the model, as those of routed experts do."""
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+            self.out = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, which: Tensor) -> Tensor:
+            for index in which.tolist():
+                x = self.experts[index](x)
+            return self.out(x)
+
+    model = Routed().eval()
+    data = [Batch({"x": torch.randn(2, 8), "which": torch.tensor(which)}, None) for which in ([0, 2], [1, 2], [0, 1])]
+    layers = linears(model)
+    tokens: dict[str, int] = {}
+    groups = find_groups(model, layers, data[0])
+    stream(model, layers, groups, data, [], lambda group: tokens.update({group.names[0]: group.train.num_tokens}))
+    assert tokens == {"experts.0": 4, "experts.1": 4, "experts.2": 4, "out": 6}
+
+
+@pytest.mark.parametrize("when", ["solve", "forward", "interrupt"])
+def test_a_failure_leaves_no_hooks_and_no_suspended_calls(when: str) -> None:
+    model = tiny_llama().eval()
+    layers = linears(model)
+    groups = find_groups(model, layers, batches(1)[0])
+    error = KeyboardInterrupt if when == "interrupt" else RuntimeError
+
+    def solve(group: Group) -> None:
+        if "layers.1" in group.names[0] and when != "forward":
+            raise error("stop")
+        if "layers.1" in group.names[0]:
+            model.model.layers[1].mlp.act_fn = None  # calling it fails
+
+    with pytest.raises(TypeError if when == "forward" else error):
+        stream(model, layers, groups, batches(2), [], solve)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert torch.is_grad_enabled()
+
+
+def test_inputs_that_are_not_finite_name_the_layer() -> None:
+    model = tiny_llama().eval()
+    with torch.no_grad():
+        model.model.layers[1].post_attention_layernorm.weight[3] = float("nan")
+    layers = linears(model)
+    groups = find_groups(model, layers, batches(1)[0])
+    with pytest.raises(ValueError, match=r"the input of model\.layers\.1\.mlp\.gate_proj holds NaN or inf; load the model in"):
+        stream(model, layers, groups, batches(1), [], lambda group: None)
+
+
+def test_modes_do_not_leak_between_passes() -> None:
+    """One pass is suspended inside autocast; the others and the caller must not be."""
+
+    class Casting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=bool(x[0, 0] > 0)):
+                x = self.first(x)
+            seen.append((x.dtype, torch.is_autocast_enabled("cpu")))
+            return self.second(x.float())
+
+    model = Casting().eval()
+    layers = linears(model)
+    seen: list[tuple[torch.dtype, bool]] = []
+    data = [Batch({"x": torch.full((2, 8), value)}, None) for value in (1.0, -1.0, 1.0)]
+    groups = find_groups(model, layers, data[1])
+    seen.clear()
+    stream(model, layers, groups, data, [], lambda group: seen.append((torch.float64, torch.is_autocast_enabled("cpu"))))
+    assert [flag for _, flag in seen] == [False] * len(seen)
+    assert [dtype for dtype, _ in seen if dtype != torch.float64] == [torch.bfloat16, torch.float32, torch.bfloat16]
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_dropout_is_off_and_training_mode_comes_back() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.9))
+    model[1].eval()
+    model[0].train()
+    with inference_mode_of(model):
+        assert not any(module.training for module in model.modules())
+    assert (model.training, model[0].training, model[1].training) == (True, True, False)

@@ -1,0 +1,196 @@
+"""GPTQ against a literal transcription of the paper, and by what it is for."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchq import GPTQ, QuantArgs, Scheme, numerics
+from torchq.algorithms import gptq
+from torchq.algorithms.gptq import GroupSolver, SingularHessianError, factorize, output_error, round_columns
+from torchq.algorithms.rtn import quantize_weight
+from torchq.calibration.statistics import InputStatistics
+from torchq.scheme import resolve_scheme
+
+SCHEMES = {
+    "W4-g32": resolve_scheme("W4A16", 32),
+    "W4-asym-g32": resolve_scheme("W4A16_ASYM", 32),
+    "W3-g64": resolve_scheme("W3A16", 64),
+    "W4-channel": resolve_scheme("W4A16", -1),
+    "W8A8": resolve_scheme("W8A8"),
+}
+
+
+def correlated_inputs(tokens: int, k: int, seed: int = 0) -> Tensor:
+    """Inputs with a power-law spectrum and a few large channels, as those of a language model."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(k, k, generator=torch.Generator().manual_seed(99)) * torch.arange(1, k + 1).float().pow(-0.5)
+    x = torch.randn(tokens, k, generator=generator) @ mixing.t()
+    x[:, ::37] *= 6
+    return x
+
+
+def statistics(x: Tensor) -> InputStatistics:
+    result = InputStatistics(x.shape[1], "cpu")
+    result.add(x)
+    result.finish()
+    return result
+
+
+def weight(n: int, k: int) -> Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(1)) * 0.05
+
+
+def literal_gptq(
+    W: Tensor, H: Tensor, order: Tensor, damping: float, scale: Tensor, zero: Tensor | None, args: QuantArgs
+) -> Tensor:
+    """Algorithm 1 of arXiv 2210.17323, one column at a time, in float64, without lazy blocks."""
+    W, H = W.double()[:, order].clone(), H.double()[order][:, order].clone()
+    H += torch.eye(len(H), dtype=torch.float64) * damping * H.diagonal().mean()
+    Hinv = torch.linalg.cholesky(torch.linalg.inv(H), upper=True)
+    group_size = args.group_size or W.shape[1]
+    Q = torch.zeros_like(W)
+    for i in range(W.shape[1]):
+        group = int(order[i]) // group_size
+        s = scale[:, group].double()
+        z = torch.zeros_like(s) if zero is None else zero[:, group].double()
+        Q[:, i] = torch.clamp(torch.round(W[:, i] / s + z), args.quant_min, args.quant_max)
+        error = (W[:, i] - (Q[:, i] - z) * s) / Hinv[i, i]
+        W[:, i:] -= error[:, None] * Hinv[i, i:][None]
+    result = torch.empty_like(Q)
+    result[:, order] = Q
+    return result.to(torch.int8)
+
+
+@pytest.mark.parametrize("actorder", ["static", None])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_gives_the_codes_of_the_paper(name, actorder):
+    scheme, k = SCHEMES[name], 320
+    W, stats = weight(24, k), statistics(correlated_inputs(1000, k))
+    scale, zero = numerics.choose_qparams(W, scheme.weights, importance=stats.mean_square)
+    factor = factorize(stats.H, 0.02, actorder)
+    zero = None if zero is None else zero.float()
+    q = round_columns(W, factor, scale, zero, scheme)
+    expected = literal_gptq(W, stats.H, factor.order, 0.02, scale, zero, scheme.weights)
+    different = (q != expected).float().mean()
+    assert different < 2e-3  # a value halfway between two codes may go either way in float32, and with it a few after it
+    restored, literal = (numerics.dequantize(c, scale, None if zero is None else zero, scheme.weights) - W for c in (q, expected))
+    assert output_error(restored, stats.H) == pytest.approx(output_error(literal, stats.H), rel=1e-3)
+    assert (factor.order == torch.arange(k)).all() == (actorder is None)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_with_an_identity_hessian_it_is_round_to_nearest(name):
+    scheme = SCHEMES[name]
+    W, stats = weight(40, 192), InputStatistics(192, "cpu")
+    stats.H += torch.eye(192)
+    stats.num_tokens = 1
+    solved, _, _ = GroupSolver(stats, None, GPTQ(dampening_frac=0.01)).solve(W, scheme)
+    rounded, _ = quantize_weight(W, scheme, importance=torch.ones(192))
+    assert torch.equal(solved.q, rounded.q) and torch.equal(solved.scale, rounded.scale)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_less_output_error_than_round_to_nearest_on_other_tokens(name):
+    scheme, k = SCHEMES[name], 256
+    W, train, other = weight(64, k), statistics(correlated_inputs(4000, k)), statistics(correlated_inputs(4000, k, seed=7))
+    solved, _, _ = GroupSolver(train, None, GPTQ()).solve(W, scheme)
+    errors = []
+    for quantized in (solved, quantize_weight(W, scheme)[0], quantize_weight(W, scheme, importance=train.mean_square)[0]):
+        restored = numerics.dequantize(quantized.q, quantized.scale, quantized.zero_point, scheme.weights)
+        errors.append(output_error(restored - W, other.H))
+    assert errors[0] < 0.7 * errors[2] and errors[2] < errors[1]
+
+
+def test_blocks_of_columns_change_nothing(monkeypatch):
+    scheme, k = SCHEMES["W4-g32"], 160
+    W, stats = weight(8, k), statistics(correlated_inputs(500, k))
+    scale, _ = numerics.choose_qparams(W, scheme.weights)
+    factor = factorize(stats.H, 0.05)
+    expected = round_columns(W, factor, scale, None, scheme)
+    for block, inner in ((1, 1), (7, 3), (160, 160), (64, 16)):
+        monkeypatch.setattr(gptq, "_BLOCK", block)
+        monkeypatch.setattr(gptq, "_INNER", inner)
+        assert (round_columns(W, factor, scale, None, scheme) != expected).float().mean() < 0.01
+
+
+def test_the_factor_is_that_of_the_damped_hessian():
+    H = statistics(correlated_inputs(300, 64)).H
+    factor = factorize(H, 0.01)
+    permuted = H[factor.order][:, factor.order] + 0.01 * H.diagonal().mean() * torch.eye(64)
+    assert (factor.U.tril(-1) == 0).all() and (factor.U.diagonal() == 1).all()
+    D = torch.linalg.solve_triangular(factor.U, torch.linalg.solve_triangular(factor.U, permuted, upper=True).t(), upper=True)
+    assert torch.allclose(D, D.diagonal().diag(), atol=1e-3 * float(D.diagonal().max()))
+    diagonal = H.diagonal()[factor.order]
+    assert (diagonal.diff() <= 0).all()
+
+
+def test_damping_is_chosen_by_held_out_error():
+    """Few tokens: little damping fits noise. The choice is the best of the candidates, here against all of them."""
+    scheme, k = SCHEMES["W4-g32"], 256
+    W, train, holdout = weight(48, k), statistics(correlated_inputs(200, k)), statistics(correlated_inputs(4000, k, seed=3))
+    _, _, factor = GroupSolver(train, holdout, GPTQ()).solve(W, scheme)
+    errors = {}
+    for fraction in gptq._CANDIDATES:
+        solved, _, _ = GroupSolver(train, holdout, GPTQ(dampening_frac=fraction)).solve(W, scheme)
+        restored = numerics.dequantize(solved.q, solved.scale, None, scheme.weights)
+        errors[fraction] = output_error(restored - W, holdout.H)
+    assert factor.dampening_frac == min(errors, key=errors.__getitem__)
+    assert GroupSolver(train, None, GPTQ()).solve(W, scheme)[2].dampening_frac == 0.05
+
+
+def test_dead_columns_and_fewer_tokens_than_columns():
+    scheme, k = SCHEMES["W4-g32"], 128
+    x = correlated_inputs(20, k)
+    x[:, 5] = 0
+    x[:, 64:96] = 0  # a whole group
+    W, stats = weight(16, k), statistics(x)
+    solved, relative_error, _ = GroupSolver(stats, None, GPTQ()).solve(W, scheme)
+    assert torch.isfinite(solved.scale).all() and (solved.scale != 0).all() and relative_error < 0.3
+    nearest = torch.round(W[:, 5] / solved.scale[:, 0]).clamp(-8, 7)
+    assert torch.equal(solved.q[:, 5].float(), nearest)  # no error reaches a column that no input has
+
+
+def test_no_inputs_at_all_is_round_to_nearest():
+    scheme = SCHEMES["W4-g32"]
+    W, stats = weight(8, 64), InputStatistics(64, "cpu")
+    solved, _, _ = GroupSolver(stats, None, GPTQ()).solve(W, scheme)
+    assert torch.equal(solved.q, quantize_weight(W, scheme)[0].q)
+
+
+def test_a_hessian_that_needs_more_damping_is_noted():
+    H = torch.eye(32)
+    H[0, 1] = H[1, 0] = 1.02  # not positive definite
+    factor = factorize(H, 0.01)
+    assert factor.dampening_frac > 0.01
+    assert factor.note is not None and "dampening_frac=0.03 for 0.01" in factor.note
+    assert factorize(torch.eye(32), 0.01).note is None
+
+
+def test_a_hessian_that_stays_singular_is_an_error():
+    H = torch.eye(8)
+    H[0, 1] = H[1, 0] = 100.0
+    message = r"stays singular: dampening_frac tried: float32 with 0\.01, .*float64 with 0\.27"
+    with pytest.raises(SingularHessianError, match=message):
+        factorize(H, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dampening_frac": 0}, "dampening_frac must be positive and finite, or None, got 0"),
+        ({"dampening_frac": float("nan")}, "dampening_frac must be positive"),
+        ({"actorder": "group"}, "actorder must be 'static' or None, got 'group'"),
+        ({"scale_search": "best"}, "scale_search must be 'mse' or 'absmax', got 'best'"),
+    ],
+)
+def test_wrong_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        GPTQ(**settings)
+
+
+def test_positive_scales_where_activations_are_quantized():
+    W, stats = weight(16, 64), statistics(correlated_inputs(200, 64))
+    scheme = Scheme(QuantArgs(8, strategy="channel"), QuantArgs(8, strategy="token", dynamic=True))
+    assert (GroupSolver(stats, None, GPTQ()).solve(W, scheme)[0].scale > 0).all()
+    signed, _, _ = GroupSolver(stats, None, GPTQ()).solve(W, SCHEMES["W4-g32"])
+    assert (signed.scale < 0).any()

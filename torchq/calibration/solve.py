@@ -1,0 +1,216 @@
+"""Calibrated quantization: statistics of each group of Linears -> their quantized weights, layer by layer through the model."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchq import numerics
+from torchq._undo import UndoLog
+from torchq.algorithms.gptq import GPTQ, GroupSolver, SingularHessianError, output_error
+from torchq.algorithms.rtn import RTN, quantize_weight
+from torchq.calibration.data import Batches
+from torchq.calibration.statistics import InputStatistics
+from torchq.calibration.stream import Group, find_groups, inference_mode_of, stream
+from torchq.config import QuantConfig
+from torchq.linear import QuantizedWeight
+from torchq.matching import is_conv1d
+from torchq.model_utils import list_names, weight_of
+from torchq.preflight import LayerPlan
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What calibration found for one layer; errors as in :class:`torchq.report.LayerReport`."""
+
+    quantized: QuantizedWeight
+    relative_error: float
+    output_error: float
+    dampening_frac: float | None
+    note: str | None
+    seconds: float
+
+
+@dataclass
+class _Run:
+    """What the parts of one run share."""
+
+    model: nn.Module
+    plans: dict[str, LayerPlan]
+    config: QuantConfig
+    device: torch.device | str | None
+    undo_log: UndoLog
+    finish: Callable[[LayerPlan, Solved], None]
+    timings: dict[str, float]
+    pending: list[tuple[LayerPlan, Solved]] = field(default_factory=list)
+    block: str | None = None
+
+
+@torch.no_grad()
+def quantize_calibrated(
+    model: nn.Module,
+    plans: list[LayerPlan],
+    batches: Batches,
+    config: QuantConfig,
+    *,
+    device: torch.device | str | None,
+    undo_log: UndoLog,
+    finish: Callable[[LayerPlan, Solved], None],
+) -> dict[str, float]:
+    """Quantize layers on calibration data.
+
+    Args:
+        model: The model; the weights of solved layers are replaced by their dequantized ones while it runs.
+        plans: The layers.
+        batches: The data.
+        config: Settings.
+        device: Where to sum and solve; each layer's own device by default.
+        undo_log: Records each weight before it is replaced.
+        finish: Called once for each plan when no forward pass is inside the layer, to swap in the QuantLinear and report.
+
+    Returns:
+        Seconds by part: ``forward``, ``hessian``, ``solve``.
+
+    Raises:
+        ValueError: If no token reaches a layer, an input is not finite, or a Hessian stays singular; the message names the layer.
+    """
+    by_name = {name: plan for plan in plans for name in plan.modules}
+    layers: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():  # a module used under several names counts under its first
+        if name in by_name and module is by_name[name].modules[name]:
+            layers[name] = module
+    timings: dict[str, float] = {}
+    run = _Run(model, by_name, config, device, undo_log, finish, timings)
+    training = {name: module.training for name, module in layers.items()}
+    with inference_mode_of(model):
+        begun = time.perf_counter()
+        groups = find_groups(model, layers, batches.train[0])
+        timings["forward"] = time.perf_counter() - begun
+        unreached = stream(
+            model,
+            layers,
+            groups,
+            batches.train,
+            batches.holdout,
+            lambda group: _solve_group(run, group),
+            device=device,
+            timings=timings,
+        )
+    _finish_pending(run)
+    for name, mode in training.items():
+        model.get_submodule(name).training = mode
+    left = [name for name in unreached if by_name[name].modules]
+    if left:
+        raise ValueError(
+            f"calibration: no token reaches {list_names(left)}; add them to ignore, quantize them with other data, or without "
+            "any (calibration=None)"
+        )
+    return timings
+
+
+def _solve_group(run: _Run, group: Group) -> None:
+    begun = time.perf_counter()
+    assert group.train is not None
+    if group.train.num_tokens == 0:
+        raise ValueError(f"calibration: no token that counts reaches {list_names(group.names)} (all are padding)")
+    block = _block_of(group.names[0])
+    if block != run.block or block is None:
+        _finish_pending(run)
+    run.block = block
+    solver = None
+    for plans, recipe in _alike(run, group):
+        weights = [_matrix(plan.module) for plan in plans]
+        device = run.device or weights[0].device
+        stacked = torch.cat([weight.to(device) for weight in weights])
+        scheme = plans[0].scheme
+        assert scheme is not None
+        fraction, note = None, None
+        if isinstance(recipe, GPTQ):
+            solver = solver or GroupSolver(group.train, group.holdout, recipe)
+            try:
+                quantized, _, factor = solver.solve(stacked, scheme)
+            except SingularHessianError as error:
+                names = list_names(group.names)
+                raise SingularHessianError(f"calibration: {names}: {error}; give more, or other, data") from error
+            fraction, note = factor.dampening_frac, factor.note
+        else:
+            quantized, _ = quantize_weight(stacked, scheme, recipe, group.train.mean_square)
+        seconds = (time.perf_counter() - begun) / len(plans)
+        for plan, weight, part in zip(plans, weights, _split(quantized, [w.shape[0] for w in weights]), strict=True):
+            solved = _judge(group, weight.to(device), part, fraction, note, seconds)
+            if run.config.propagate == "true_sequential":
+                _install(run, plan, part)
+            run.pending.append((plan, solved))
+    run.timings["solve"] = run.timings.get("solve", 0.0) + time.perf_counter() - begun
+
+
+def _alike(run: _Run, group: Group) -> list[tuple[list[LayerPlan], RTN | GPTQ]]:
+    """The layers of a group that are not solved yet, those of one scheme together."""
+    solved = {id(plan) for plan, _ in run.pending}
+    result: dict[Any, tuple[list[LayerPlan], RTN | GPTQ]] = {}
+    for name in group.names:
+        plan = run.plans[name]
+        if plan.modules and id(plan) not in solved and plan.scheme is not None:
+            solved.add(id(plan))
+            per_tensor = id(plan) if plan.scheme.weights.strategy in ("tensor", "block") else None
+            key = (plan.scheme, weight_of(plan.module).dtype, per_tensor)
+            result.setdefault(key, ([], run.config.recipe(plan.scheme, True)))[0].append(plan)
+    return list(result.values())
+
+
+def _judge(
+    group: Group, weight: Tensor, quantized: QuantizedWeight, fraction: float | None, note: str | None, seconds: float
+) -> Solved:
+    statistics: InputStatistics | None = group.holdout if group.holdout is not None and group.holdout.num_tokens else group.train
+    assert statistics is not None
+    W = weight.float()
+    dW = numerics.dequantize(quantized.q, quantized.scale, quantized.zero_point, quantized.scheme.weights).float() - W
+    norm = float(torch.linalg.vector_norm(W, dtype=torch.float64))
+    relative = float(torch.linalg.vector_norm(dW, dtype=torch.float64)) / norm if norm else 0.0
+    power = output_error(W, statistics.H)
+    output = (max(output_error(dW, statistics.H), 0.0) / power) ** 0.5 if power > 0 else 0.0
+    return Solved(quantized, relative, output, fraction, note, seconds)
+
+
+def _install(run: _Run, plan: LayerPlan, quantized: QuantizedWeight) -> None:
+    """Put the dequantized weight in, which is what the packed layer will compute with."""
+    run.undo_log.record(run.model, plan.modules)
+    old = weight_of(plan.module)
+    restored = numerics.dequantize(quantized.q, quantized.scale, quantized.zero_point, quantized.scheme.weights, old.dtype)
+    restored = (restored.t() if is_conv1d(plan.module) else restored).contiguous().to(old.device)
+    parameter = nn.Parameter(restored, requires_grad=old.requires_grad)
+    for module in plan.modules.values():
+        module._parameters["weight"] = parameter
+
+
+def _finish_pending(run: _Run) -> None:
+    for plan, solved in run.pending:
+        run.finish(plan, solved)
+    run.pending.clear()
+
+
+def _split(quantized: QuantizedWeight, sizes: list[int]) -> list[QuantizedWeight]:
+    """Undo the concatenation of rows."""
+    if len(sizes) == 1:
+        return [quantized]
+    zeros = [None] * len(sizes) if quantized.zero_point is None else list(quantized.zero_point.split(sizes))
+    parts = zip(quantized.q.split(sizes), quantized.scale.split(sizes), zeros, strict=True)
+    return [QuantizedWeight(q.contiguous(), scale.contiguous(), zero, quantized.scheme) for q, scale, zero in parts]
+
+
+def _matrix(module: nn.Module) -> Tensor:
+    """A layer's weight as [N, K]."""
+    weight = weight_of(module).detach()
+    return weight.t() if is_conv1d(module) else weight
+
+
+def _block_of(name: str) -> str | None:
+    """``model.layers.3`` for ``model.layers.3.mlp.up_proj``; None for layers outside numbered blocks."""
+    match = re.match(r"(?:.*?\.)?\d+(?=\.)", name)
+    return match[0] if match else None
