@@ -49,9 +49,24 @@ def test_options_reach_the_config(folder, tmp_path, monkeypatch, capsys):
     assert len(list(out.glob("*.safetensors"))) > 1
 
 
+def test_calibrates_on_a_file(folder, tmp_path, monkeypatch, capsys):
+    out, file = tmp_path / "out", tmp_path / "data.jsonl"
+    records = [{"input_ids": [(7 * row + step * step) % 125 + 3 for step in range(32)]} for row in range(8)]
+    file.write_text("\n".join(map(json.dumps, records)))
+    options = ["--group-size", 32, "--calibration", file, "--num-samples", 6, "--max-length", 32]
+    code, stdout, _ = run(monkeypatch, capsys, "quantize", folder, "-o", out, *options)
+    assert code == 0 and "GPTQ" in stdout
+    report = json.loads((out / "quant_report.json").read_text())
+    assert report["algorithm"] == "GPTQ, mse scales, held-out damping on 160 tokens"
+    assert report["layers"][0]["output_error"] > 0 and report["timings"].keys() == {"forward", "hessian", "solve"}
+    assert load_pretrained(out).quant_report.layers[0].dampening_frac == report["layers"][0]["dampening_frac"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--calibration", "no/such.jsonl"), "--calibration no/such.jsonl does not exist"),
+        (("--scheme", "W8A8", "--algorithm", "gptq"), "algorithm='gptq' needs calibration data"),
         (("--scheme", "W4A17"), "did you mean 'W4A16'?"),
         (("--scheme", "NVFP4"), "not supported yet"),
         (("--scheme", "FP8"), "FP8_DYNAMIC"),

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from torchq import GPTQ, QuantArgs, Scheme, numerics
 from torchq.algorithms import gptq
-from torchq.algorithms.gptq import GroupSolver, SingularHessianError, factorize, output_error, round_columns
+from torchq.algorithms.gptq import GroupSolver, SingularHessianError, factorize, output_error, refit_scales, round_columns
 from torchq.algorithms.rtn import quantize_weight
 from torchq.calibration.statistics import InputStatistics
 from torchq.scheme import resolve_scheme
@@ -84,7 +84,7 @@ def test_with_an_identity_hessian_it_is_round_to_nearest(name):
     W, stats = weight(40, 192), InputStatistics(192, "cpu")
     stats.H += torch.eye(192)
     stats.num_tokens = 1
-    solved, _, _ = GroupSolver(stats, None, GPTQ(dampening_frac=0.01)).solve(W, scheme)
+    solved, _, _ = GroupSolver(stats, None, GPTQ(dampening_frac=0.01, refit=False)).solve(W, scheme)
     rounded, _ = quantize_weight(W, scheme, importance=torch.ones(192))
     assert torch.equal(solved.q, rounded.q) and torch.equal(solved.scale, rounded.scale)
 
@@ -138,6 +138,41 @@ def test_damping_is_chosen_by_held_out_error():
     assert GroupSolver(train, None, GPTQ()).solve(W, scheme)[2].dampening_frac == 0.05
 
 
+@pytest.mark.parametrize("name", SCHEMES)
+def test_refitted_scales_are_the_best_for_the_codes(name):
+    """No step away from them, in any group of any row, lowers the error."""
+    scheme, k = SCHEMES[name], 192
+    W, H = weight(12, k), statistics(correlated_inputs(600, k)).H
+    scale, zero = numerics.choose_qparams(W, scheme.weights)
+    q = numerics.quantize(W, scale, zero, scheme.weights)
+    z = None if zero is None else zero.float()
+    fitted = refit_scales(W, q, scale, z, H, dampening_frac=1e-6)
+
+    def error(scales: Tensor) -> float:
+        return output_error(numerics.dequantize(q, scales, zero, scheme.weights) - W, H)
+
+    assert error(fitted) < error(scale)
+    for row in range(0, 12, 5):
+        for group in range(scale.shape[1]):
+            for step in (-0.01, 0.01):
+                other = fitted.clone()
+                other[row, group] *= 1 + step
+                assert error(other) > error(fitted) * (1 - 1e-6)
+    kept = refit_scales(W, torch.zeros_like(q) if zero is None else zero.repeat_interleave(k // zero.shape[1], 1), scale, z, H)
+    assert torch.allclose(kept, scale)  # codes that say nothing leave scales alone
+
+
+def test_refitting_is_kept_only_where_it_wins_on_held_out_tokens():
+    scheme, k = SCHEMES["W4-g32"], 256
+    W, train = weight(48, k), statistics(correlated_inputs(40, k))
+    other = statistics(torch.randn(4000, k, generator=torch.Generator().manual_seed(5)))  # nothing like train
+    plain, _, _ = GroupSolver(train, other, GPTQ(dampening_frac=0.003, refit=False)).solve(W, scheme)
+    gated, _, _ = GroupSolver(train, other, GPTQ(dampening_frac=0.003)).solve(W, scheme)
+    ungated, _, _ = GroupSolver(train, None, GPTQ(dampening_frac=0.003)).solve(W, scheme)
+    assert torch.equal(gated.scale, plain.scale) and not torch.equal(ungated.scale, plain.scale)
+    assert torch.equal(gated.q, ungated.q)
+
+
 def test_dead_columns_and_fewer_tokens_than_columns():
     scheme, k = SCHEMES["W4-g32"], 128
     x = correlated_inputs(20, k)
@@ -146,6 +181,7 @@ def test_dead_columns_and_fewer_tokens_than_columns():
     W, stats = weight(16, k), statistics(x)
     solved, relative_error, _ = GroupSolver(stats, None, GPTQ()).solve(W, scheme)
     assert torch.isfinite(solved.scale).all() and (solved.scale != 0).all() and relative_error < 0.3
+    solved, _, _ = GroupSolver(stats, None, GPTQ(refit=False)).solve(W, scheme)
     nearest = torch.round(W[:, 5] / solved.scale[:, 0]).clamp(-8, 7)
     assert torch.equal(solved.q[:, 5].float(), nearest)  # no error reaches a column that no input has
 

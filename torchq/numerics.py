@@ -240,6 +240,12 @@ def _column_weights(importance: Tensor, args: QuantArgs, rows: int) -> Tensor:
     return root.view(-1, args.group_size) if args.strategy == "group" and args.group_size else root[None]
 
 
+def representable_scale(scale: Tensor, like: Tensor, args: QuantArgs) -> Tensor:
+    """Round new float32 scales of an integer weight to the dtype and shape of ``like``, so that none is 0 there nor overflows."""
+    reach = float(-args.quant_min) if args.symmetric else float(args.quant_max - args.quant_min)
+    return _representable(scale, like.dtype, reach).reshape(like.shape)
+
+
 def _search_qparams(
     groups: Tensor, args: QuantArgs, signed: bool, scale_dtype: torch.dtype, weights: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
