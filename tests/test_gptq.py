@@ -125,16 +125,17 @@ def test_the_factor_is_that_of_the_damped_hessian():
 
 
 def test_damping_is_chosen_by_held_out_error():
-    """Few tokens: little damping fits noise. The choice is the best of the candidates, here against all of them."""
+    """Few tokens: little damping fits noise. The choice is the most damping that is about as good as the best of all."""
     scheme, k = SCHEMES["W4-g32"], 256
     W, train, holdout = weight(48, k), statistics(correlated_inputs(200, k)), statistics(correlated_inputs(4000, k, seed=3))
     _, _, factor = GroupSolver(train, holdout, GPTQ()).solve(W, scheme)
     errors = {}
     for fraction in gptq._CANDIDATES:
-        solved, _, _ = GroupSolver(train, holdout, GPTQ(dampening_frac=fraction)).solve(W, scheme)
+        solved, _, _ = GroupSolver(train, holdout, GPTQ(dampening_frac=fraction, refit=False)).solve(W, scheme)
         restored = numerics.dequantize(solved.q, solved.scale, None, scheme.weights)
         errors[fraction] = output_error(restored - W, holdout.H)
-    assert factor.dampening_frac == min(errors, key=errors.__getitem__)
+    good = [fraction for fraction, error in errors.items() if error <= gptq._TOLERANCE * min(errors.values())]
+    assert factor.dampening_frac == max(good) and len(good) < len(errors)
     assert GroupSolver(train, None, GPTQ()).solve(W, scheme)[2].dampening_frac == 0.05
 
 
