@@ -12,7 +12,7 @@ def register_op(
     """Return a decorator that makes an annotated function, which mutates nothing, the operator ``name``.
 
     ``torch.library.custom_op`` does the same in more layers of Python: about 100 µs more in each call when a layer's weights have
-    pushed the interpreter out of the caches, as they do in a model (2 cores of an AMD EPYC; whole-model decoding 1.17x faster).
+    pushed the interpreter out of the caches, as they do in a model (2 cores of an AMD EPYC, benchmarks/bench_cpu_choices.py).
     It has no autograd kernel: who wants gradients wraps it (:class:`torchq.QuantLinear` does).
 
     Args:

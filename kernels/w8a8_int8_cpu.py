@@ -16,7 +16,8 @@ from torchq.kernels.registration import register_op
 from torchq.kernels.w8a8_int8 import check_w8a8_int8_args, quantize_activations, w8a8_int8_ref
 
 MIN_WEIGHTS = 1 << 23
-"""Fewest weights for which oneDNN beats ``torch._int_mm`` on several tokens (benchmarks/bench_w8a8_cpu.py)."""
+"""Fewest weights laid out for oneDNN, which is faster than ``torch._int_mm`` for several tokens and slower for one: smaller
+layers gain little for several (benchmarks/bench_w8a8_cpu.py)."""
 
 _MAX_IN_FEATURES = 65793  # largest K for which sums of 255 * 128 fit in int32
 _OUTPUT_ELEMENTS = 1 << 20  # float32 sums at a time, 4 MiB: larger ones are fresh pages of the system in every call

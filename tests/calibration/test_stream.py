@@ -8,9 +8,9 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from torchq.calibration.data import Batch
+from torchq.calibration.packing import Batch
 from torchq.calibration.statistics import InputStatistics
-from torchq.calibration.stream import Group, find_groups, inference_mode_of, stream
+from torchq.calibration.stream import Group, eval_mode, find_groups, stream
 from torchq.testing import tiny_llama
 
 COMMON = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
@@ -235,6 +235,6 @@ def test_dropout_is_off_and_training_mode_comes_back() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.9))
     model[1].eval()
     model[0].train()
-    with inference_mode_of(model):
+    with eval_mode(model):
         assert not any(module.training for module in model.modules())
     assert (model.training, model[0].training, model[1].training) == (True, True, False)

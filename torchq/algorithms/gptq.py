@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchq import numerics
-from torchq.algorithms.rtn import relative_error, signed_scales
+from torchq.algorithms.rtn import signed_scales
 from torchq.calibration.statistics import InputStatistics
 from torchq.linear import QuantizedWeight
 from torchq.scheme import Scheme
@@ -192,11 +192,11 @@ class GroupSolver:
         self._factors: dict[float, Factor] = {}
 
     @torch.no_grad()
-    def solve(self, weight: Tensor, scheme: Scheme) -> tuple[QuantizedWeight, float, Factor]:
+    def solve(self, weight: Tensor, scheme: Scheme) -> tuple[QuantizedWeight, Factor]:
         """Quantize a weight [N, K], the rows of one Linear or of several.
 
         Returns:
-            The quantized weight, its relative error ``|W - dequantized| / |W|``, and the factor used.
+            The quantized weight and the factor used.
         """
         args, settings = scheme.weights, self.settings
         importance = self.train.mean_square if settings.scale_search == "mse" else None
@@ -213,7 +213,7 @@ class GroupSolver:
             refitted = replace(quantized, scale=fitted)
             if self._judged_error(W, refitted) < self._judged_error(W, quantized):
                 quantized = refitted
-        return quantized, relative_error(weight, quantized), factor
+        return quantized, factor
 
     def _judged_error(self, W: Tensor, quantized: QuantizedWeight) -> float:
         held_out = self.holdout is not None and self.holdout.num_tokens

@@ -7,7 +7,6 @@ A row is one sequence (padded), or several that do not see each other (packed). 
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 import random
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from torchq.calibration.packing import Batch, keeps_documents_apart, micro_batches, pack_rows
 from torchq.calibration.sources import KINDS, Document, as_document, read_samples
 
 MIN_TOKENS = 64
@@ -78,21 +78,6 @@ class CalibrationData:
             raise ValueError(f"weights={self.weights} needs a list of {len(self.weights)} sources, one for each, got {found}")
         if not all(weight > 0 and math.isfinite(weight) for weight in self.weights):
             raise ValueError(f"weights must be positive, got {self.weights}")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A micro-batch.
-
-    Attributes:
-        inputs: Keyword arguments of the model's forward: ``input_ids`` [B, T] int64; ``attention_mask`` [B, T] int64 if there is
-            padding; ``position_ids`` [B, T] int64 if packed; ``decoder_input_ids`` for encoder-decoders. Run the model with
-            ``use_cache=False``: with a cache, transformers lets packed documents see each other.
-        mask: [B, T] bool, True for the tokens that count in statistics (False: padding); None if all do.
-    """
-
-    inputs: dict[str, Tensor]
-    mask: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -264,10 +249,12 @@ def _token_batches(
     parts = [[sequence for i, sequence in enumerate(chosen) if (i in held) is wanted] for wanted in (False, True)]
     if packed:
         spare = min(max(1, round(data.holdout * data.num_samples)), data.num_samples - 1) if held else 0
-        rows = [_pack(part, most, data.max_length) for part, most in zip(parts, (data.num_samples - spare, spare), strict=True)]
+        rows = [
+            pack_rows(part, most, data.max_length) for part, most in zip(parts, (data.num_samples - spare, spare), strict=True)
+        ]
     else:
         rows = [[[sequence] for sequence in part] for part in parts]
-    train, holdout = (_micro_batches(part, data.batch_tokens, _pad_id(tokenizer, model), packed) for part in rows)
+    train, holdout = (micro_batches(part, data.batch_tokens, _pad_id(tokenizer, model), packed) for part in rows)
     return train, holdout
 
 
@@ -412,48 +399,10 @@ def _is_packed(data: CalibrationData, sequences: list[Tensor], model: nn.Module 
     long = sum(map(len, sequences)) > len(sequences) * data.max_length / 2
     if data.packing is False or len(sequences) < 2 or (data.packing is None and long):
         return False
-    apart = True if model is None else _keeps_documents_apart(model, torch.cat(sequences))
+    apart = True if model is None else keeps_documents_apart(model, torch.cat(sequences))
     if data.packing and apart is False:
         raise ValueError(f"packing=True, but packed documents see each other in {type(model).__name__}; set packing=False")
     return bool(data.packing or apart)
-
-
-@torch.no_grad()
-def _keeps_documents_apart(model: nn.Module, ids: Tensor) -> bool | None:
-    """Whether the second of two packed documents gives the same output after another first one; None for a model on meta.
-
-    Measured, since nothing in a config says it: transformers 5.24 does so for Llama or Gemma 3, but not for gpt-oss or OPT (which
-    make their masks without position_ids), for layers with a recurrent state, or for flash attention with several rows.
-    """
-    accepted = inspect.signature(type(model).forward).parameters
-    encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    firsts = ids.unique()[-2:]
-    if encoder_decoder or not {"position_ids", "use_cache"} <= accepted.keys() or len(firsts) < 2:
-        return False
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return None
-    device = next(model.parameters()).device
-    rows = torch.cat([firsts.unsqueeze(1).expand(2, 8), ids[:8].expand(2, 8)], dim=1).to(device)
-    positions = torch.arange(8, device=device).repeat(2).expand(2, 16)
-    output = model(input_ids=rows, position_ids=positions, use_cache=False)[0][:, 8:]
-    difference, size = (output[0] - output[1]).abs().max(), output.abs().max()
-    return bool(difference <= 8 * torch.finfo(output.dtype).eps * size)
-
-
-def _pack(sequences: list[Tensor], max_rows: int, max_length: int) -> list[list[Tensor]]:
-    """Rows of whole sequences, first fit, longest first; what does not fit into ``max_rows`` rows is left out."""
-    rows: list[list[Tensor]] = []
-    room: list[int] = []
-    for sequence in sorted(sequences, key=len, reverse=True):
-        row = next((index for index, free in enumerate(room) if free >= len(sequence)), len(rows))
-        if row == len(rows):
-            if row == max_rows:
-                continue
-            rows.append([])
-            room.append(max_length)
-        rows[row].append(sequence)
-        room[row] -= len(sequence)
-    return rows
 
 
 def _pad_id(tokenizer: Any, model: nn.Module | None) -> int:
@@ -461,31 +410,3 @@ def _pad_id(tokenizer: Any, model: nn.Module | None) -> int:
     size = _model_limit(model, "vocab_size")
     ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
     return next((int(token) for token in ids if token is not None and token < size), 0)
-
-
-def _micro_batches(rows: list[list[Tensor]], batch_tokens: int, pad_id: int, packed: bool) -> list[Batch]:
-    """Rows of similar length (the shortest at least 3/4 of the longest) together."""
-    groups: list[list[list[Tensor]]] = []
-    width = 0
-    for row in sorted(rows, key=lambda row: sum(map(len, row)), reverse=True):
-        length = sum(map(len, row))
-        if not groups or (len(groups[-1]) + 1) * width > batch_tokens or 4 * length < 3 * width:
-            groups.append([])
-            width = length
-        groups[-1].append(row)
-    return [_batch(group, pad_id, packed) for group in groups]
-
-
-def _batch(rows: list[list[Tensor]], pad_id: int, packed: bool) -> Batch:
-    lengths = torch.tensor([sum(map(len, row)) for row in rows])
-    width = int(lengths.max())
-    mask = torch.arange(width) < lengths.unsqueeze(1)
-    ids = torch.full((len(rows), width), pad_id)
-    ids[mask] = torch.cat([sequence for row in rows for sequence in row])
-    inputs = {"input_ids": ids}
-    if packed:  # padding is a document of its own: an attention mask would turn off the detection of packed documents
-        ends = [[*map(len, row), width - int(length)] for row, length in zip(rows, lengths, strict=True)]
-        inputs["position_ids"] = torch.stack([torch.cat([torch.arange(end) for end in row]) for row in ends])
-    elif not mask.all():
-        inputs["attention_mask"] = mask.long()
-    return Batch(inputs, None if mask.all() else mask)

@@ -17,7 +17,7 @@ from torchq.algorithms.gptq import GPTQ, GroupSolver, SingularHessianError, outp
 from torchq.algorithms.rtn import RTN, quantize_weight
 from torchq.calibration.data import Batches
 from torchq.calibration.statistics import InputStatistics
-from torchq.calibration.stream import Group, find_groups, inference_mode_of, stream
+from torchq.calibration.stream import Group, eval_mode, find_groups, stream
 from torchq.config import QuantConfig
 from torchq.linear import QuantizedWeight
 from torchq.matching import is_conv1d
@@ -88,7 +88,7 @@ def quantize_calibrated(
     timings: dict[str, float] = {}
     run = _Run(model, by_name, config, device, undo_log, finish, timings)
     training = {name: module.training for name, module in layers.items()}
-    with inference_mode_of(model):
+    with eval_mode(model):
         begun = time.perf_counter()
         groups = find_groups(model, layers, batches.train[0])
         timings["forward"] = time.perf_counter() - begun
@@ -134,7 +134,7 @@ def _solve_group(run: _Run, group: Group) -> None:
         if isinstance(recipe, GPTQ):
             solver = solver or GroupSolver(group.train, group.holdout, recipe)
             try:
-                quantized, _, factor = solver.solve(stacked, scheme)
+                quantized, factor = solver.solve(stacked, scheme)
             except SingularHessianError as error:
                 names = list_names(group.names)
                 raise SingularHessianError(f"calibration: {names}: {error}; give more, or other, data") from error

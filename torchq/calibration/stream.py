@@ -23,7 +23,7 @@ import greenlet
 import torch
 from torch import Tensor, nn
 
-from torchq.calibration.data import Batch
+from torchq.calibration.packing import Batch
 from torchq.calibration.statistics import InputStatistics
 
 
@@ -256,7 +256,7 @@ def _first_sequence(batch: Batch) -> dict[str, Any]:
 
 
 @contextmanager
-def inference_mode_of(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put all modules into eval mode (no dropout), and back."""
     training = [module for module in model.modules() if module.training]
     model.eval()
