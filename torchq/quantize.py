@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -98,7 +98,7 @@ def quantize_(
         batches = load_batches(calibration, tokenizer, model)
     report = QuantReport(
         scheme=config.resolve().name,
-        algorithm=_describe(recipes.values(), batches),
+        algorithm=_describe(todo, recipes, batches),
         num_parameters=0,
         torchq_version=__version__,
     )
@@ -175,16 +175,19 @@ def _uses_data(plan: LayerPlan, recipe: RTN | GPTQ) -> bool:
     return isinstance(recipe, GPTQ) or (recipe.scale_search == "mse" and plan.scheme.weights.type == "int")
 
 
-def _describe(recipes: Iterable[RTN | GPTQ], batches: Any) -> str:
-    """Name the algorithms of a report."""
-    data = "" if batches is None else f" on {batches.num_tokens:,} tokens"
+def _describe(todo: list[LayerPlan], recipes: dict[int, RTN | GPTQ], batches: Any) -> str:
+    """Name the algorithms of a report, and the data of those that look at it."""
     names = []
-    for recipe in recipes:
+    for plan in todo:
+        assert plan.scheme is not None
+        recipe = recipes[id(plan)]
+        search = recipe.scale_search if plan.scheme.weights.type == "int" else "absmax"
+        name = f"RTN, {search} scales"
         if isinstance(recipe, GPTQ):
             damping = "held-out" if recipe.dampening_frac is None else f"{recipe.dampening_frac:g}"
-            name = f"GPTQ, {recipe.scale_search} scales, {damping} damping{data}"
-        else:
-            name = f"RTN, {recipe.scale_search} scales" + (data if recipe.scale_search == "mse" else "")
+            name = f"GPTQ, {search} scales, {damping} damping"
+        if batches is not None and _uses_data(plan, recipe):
+            name += f" on {batches.num_tokens:,} tokens"
         if name not in names:
             names.append(name)
     return "; ".join(names)
