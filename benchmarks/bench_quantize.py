@@ -82,9 +82,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = (arguments.work or Path(temporary)).resolve()
         work.mkdir(parents=True, exist_ok=True)
-        folder = _model_folder(arguments.model, work)
+        folder = model_folder(arguments.model, work)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        calibration, texts = _texts(arguments)
+        calibration, texts = texts_of(arguments)
         rows = spread_windows(tokenizer, calibration, arguments.samples, arguments.length, arguments.calibration_every)
         count = arguments.evaluation_tokens // arguments.length
         windows = {name: spread_windows(tokenizer, text, count, arguments.length) for name, text in texts.items()}
@@ -102,7 +102,9 @@ def main() -> None:
     _print(arguments, folder.name, results, problems)
     if arguments.save:
         settings = {"model": folder.name} | _settings(arguments, rows)
-        save_results("quantize", settings | {"results": results, "left_out": problems})
+        kind = f"w{arguments.bits}_{'channel' if arguments.group_size < 0 else f'g{arguments.group_size}'}"
+        kind += "" if arguments.symmetric else "_asym"
+        save_results(f"quantize_{folder.name}_{kind}", settings | {"results": results, "left_out": problems})
     if any(problem.startswith("failed") for problem in problems.values()):
         raise SystemExit(1)
 
@@ -124,7 +126,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--evaluation-tokens", type=int, default=16384, help="of each text")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--work", type=Path, help="folder for checkpoints and logs; a temporary one by default")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<machine>-<date>-quantize.json")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<machine>-<date>-quantize_<model>_<scheme>.json")
     arguments = parser.parse_args()
     arguments.pythons = {"torchq": sys.executable} | _pairs(parser, "--peer", arguments.peer)
     recipes = _pairs(parser, "--recipes", arguments.recipes or [])
@@ -144,7 +146,7 @@ def _pairs(parser: argparse.ArgumentParser, option: str, items: list[str]) -> di
 # -------------------------------------------------------------------------------------------------------------- model and tokens
 
 
-def _model_folder(model: str | None, work: Path) -> Path:
+def model_folder(model: str | None, work: Path) -> Path:
     """Return the model as a transformers folder, written in its 16 bits where it is none yet."""
     if model is not None and Path(model).is_dir():
         return Path(model).resolve()
@@ -157,7 +159,7 @@ def _model_folder(model: str | None, work: Path) -> Path:
     return folder
 
 
-def _texts(arguments: argparse.Namespace) -> tuple[str, dict[str, str]]:
+def texts_of(arguments: argparse.Namespace) -> tuple[str, dict[str, str]]:
     """Return the text to calibrate with, and those to evaluate on, by name."""
     topics = english_text()
     half = len(topics) // 2

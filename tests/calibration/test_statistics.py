@@ -1,5 +1,6 @@
 """Sums over inputs."""
 
+import pytest
 import torch
 
 from torchq.calibration import statistics as module
@@ -7,7 +8,7 @@ from torchq.calibration.statistics import InputStatistics
 
 
 def test_sums_are_those_of_all_tokens_that_count(monkeypatch):
-    monkeypatch.setattr(module, "_BLOCK", 16)
+    monkeypatch.setattr(module, "_BLOCK", (8, 16))
     x = torch.randn(5, 7, 40, generator=torch.Generator().manual_seed(0))
     mask = torch.rand(5, 7, generator=torch.Generator().manual_seed(1)) > 0.3
     statistics = InputStatistics(40, "cpu")
@@ -39,3 +40,19 @@ def test_a_sum_and_not_a_mean():
         statistics.add(torch.full((1, 2), value))
     statistics.finish()
     assert torch.equal(statistics.H, torch.full((2, 2), 14.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_drift_is_summed_over_the_tokens_whose_reference_is_known(dtype):
+    x, r = torch.randn(3, 6, 40).to(dtype), torch.randn(3, 6, 40).to(dtype)
+    mask = torch.rand(3, 6, generator=torch.Generator().manual_seed(1)) > 0.3
+    statistics = InputStatistics(40, "cpu")
+    statistics.add(x[:1], mask[:1])
+    statistics.add(x[1:], mask[1:], r[1:])
+    statistics.finish()
+    X, known, R = x[mask].double(), x[1:][mask[1:]].double(), r[1:][mask[1:]].double()
+    assert torch.allclose(statistics.H.double(), X.t() @ X, atol=1e-4)
+    assert torch.allclose(statistics.drift_H.double(), known.t() @ known, atol=1e-4)
+    assert torch.allclose(statistics.drift.double(), (R - known).t() @ known, rtol=2e-2, atol=0.3 if dtype == torch.bfloat16 else 1e-4)
+    assert (statistics.num_tokens, statistics.drift_tokens) == (len(X), len(known))
+    assert torch.equal(statistics.H, statistics.H.t()) and torch.equal(statistics.drift_H, statistics.drift_H.t())

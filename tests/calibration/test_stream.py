@@ -83,6 +83,40 @@ def test_equals_a_plain_true_sequential_loop_bit_for_bit() -> None:
         assert num_tokens == 3 * 2 * 9 and holdout is not None and not torch.equal(H, holdout)
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_drift_is_that_between_the_two_models(share: float) -> None:
+    """Two plain models side by side give the same sums: the reference passes run on the original weights everywhere."""
+    data, model, original = batches(4), tiny_llama().eval(), tiny_llama().eval()
+    layers, before = linears(model), linears(original)
+    groups = find_groups(model, layers, data[0])
+    found: dict[str, InputStatistics] = {}
+
+    def solve(group: Group) -> None:
+        assert group.train is not None and group.holdout is not None
+        found[group.names[0]] = group.train
+        assert group.holdout.drift_tokens == group.holdout.num_tokens
+        halve(layers, group.names)
+
+    assert stream(model, layers, groups, data, batches(1, seed=1), solve, drift_tokens=share) == []
+    with_reference = data if share == 1 else data[1::2]
+    changed = tiny_llama().eval()
+    for group in groups:
+        name, inputs = group.names[0], []
+        for net, modules in ((changed, linears(changed)), (original, before)):
+            caught: list[Tensor] = []
+            handle = modules[name].register_forward_pre_hook(lambda m, args, c=caught: c.append(args[0]))
+            with torch.no_grad():
+                for batch in with_reference:
+                    net(**batch.inputs, use_cache=False)
+            handle.remove()
+            inputs.append(torch.cat([x.flatten(0, 1) for x in caught]))
+        x, r = inputs
+        assert found[name].drift is not None and found[name].drift_tokens == len(x)
+        assert torch.allclose(found[name].drift, (r - x).t() @ x, atol=1e-4), name
+        assert torch.allclose(found[name].drift_H, x.t() @ x, rtol=1e-4, atol=1e-4), name
+        halve(linears(changed), group.names)
+
+
 def test_without_changes_it_is_the_float_model() -> None:
     data = batches(2)
     model = tiny_llama().eval()
@@ -151,6 +185,8 @@ def test_each_layer_runs_once_and_what_follows_the_last_one_does_not_run() -> No
     model.lm_head.register_forward_hook(lambda *_: calls.update(lm_head=calls["lm_head"] + 1))
     stream(model, linears(model), groups, batches(3), batches(1), lambda group: None)
     assert calls == {"layer": 4, "lm_head": 0}
+    stream(model, linears(model), groups, batches(3), batches(1), lambda group: None, drift_tokens=1 / 3)
+    assert calls == {"layer": 4 + 4 + 2, "lm_head": 0}
 
 
 def test_data_dependent_paths() -> None:
@@ -174,6 +210,34 @@ def test_data_dependent_paths() -> None:
     groups = find_groups(model, layers, data[0])
     stream(model, layers, groups, data, [], lambda group: tokens.update({group.names[0]: group.train.num_tokens}))
     assert tokens == {"experts.0": 4, "experts.1": 4, "experts.2": 4, "out": 6}
+
+
+def test_no_drift_between_tokens_that_are_not_the_same() -> None:
+    """A router that changes its mind about a token: an expert's inputs are then not comparable."""
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.left, self.right = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            x = self.first(torch.nn.functional.one_hot(input_ids, 8).float()).flatten(0, 1)
+            chosen = x[:, 0] > 0
+            return self.left(x[chosen]).sum() + self.right(x[~chosen]).sum()
+
+    torch.manual_seed(0)
+    model = Routed().eval()
+    data = [Batch({"input_ids": torch.randint(0, 8, (2, 9))}, None)]
+    layers, drift = linears(model), {}
+    groups = find_groups(model, layers, Batch({"input_ids": torch.arange(8).repeat(2, 1)}, None))
+
+    def solve(group: Group) -> None:
+        assert group.train is not None
+        drift[group.names[0]] = (group.train.drift_tokens, group.train.num_tokens)
+        halve(layers, group.names)
+
+    stream(model, layers, groups, data, [], solve, drift_tokens=1)
+    assert drift["first"] == (18, 18) and drift["left"][0] == drift["right"][0] == 0 and drift["left"][1] > 0
 
 
 @pytest.mark.parametrize("when", ["solve", "forward", "interrupt"])

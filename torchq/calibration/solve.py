@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from torchq import numerics
 from torchq._undo import UndoLog
-from torchq.algorithms.gptq import GPTQ, GroupSolver, SingularHessianError, output_error
+from torchq.algorithms.gptq import GPTQ, GroupSolver, SingularHessianError, output_error, sample_rows
 from torchq.algorithms.rtn import RTN, quantize_weight
 from torchq.calibration.data import Batches
 from torchq.calibration.statistics import InputStatistics
@@ -43,6 +45,7 @@ class _Run:
 
     model: nn.Module
     plans: dict[str, LayerPlan]
+    layers: dict[str, nn.Module]
     config: QuantConfig
     device: torch.device | str | None
     undo_log: UndoLog
@@ -86,7 +89,7 @@ def quantize_calibrated(
         if name in by_name and module is by_name[name].modules[name]:
             layers[name] = module
     timings: dict[str, float] = {}
-    run = _Run(model, by_name, config, device, undo_log, finish, timings)
+    run = _Run(model, by_name, layers, config, device, undo_log, finish, timings)
     training = {name: module.training for name, module in layers.items()}
     with eval_mode(model):
         begun = time.perf_counter()
@@ -101,6 +104,7 @@ def quantize_calibrated(
             lambda group: _solve_group(run, group),
             device=device,
             timings=timings,
+            drift_tokens=_drift_tokens(config, plans) if config.propagate == "true_sequential" else 0.0,
         )
     _finish_pending(run)
     for name, mode in training.items():
@@ -116,6 +120,7 @@ def quantize_calibrated(
 
 def _solve_group(run: _Run, group: Group) -> None:
     begun = time.perf_counter()
+    _return_free_memory()
     assert group.train is not None
     if group.train.num_tokens == 0:
         raise ValueError(f"calibration: no token that counts reaches {list_names(group.names)} (all are padding)")
@@ -130,20 +135,23 @@ def _solve_group(run: _Run, group: Group) -> None:
         stacked = torch.cat([weight.to(device) for weight in weights])
         scheme = plans[0].scheme
         assert scheme is not None
-        fraction, note = None, None
+        target, fraction, note = None, None, None
         if isinstance(recipe, GPTQ):
             solver = solver or GroupSolver(group.train, group.holdout, recipe)
             try:
-                quantized, factor = solver.solve(stacked, scheme)
+                solution = solver.solve(stacked, scheme)
             except SingularHessianError as error:
                 names = list_names(group.names)
                 raise SingularHessianError(f"calibration: {names}: {error}; give more, or other, data") from error
-            fraction, note = factor.dampening_frac, factor.note
+            quantized, target = solution.quantized, solution.target
+            fraction, note = solution.factor.dampening_frac, solution.factor.note
         else:
             quantized, _ = quantize_weight(stacked, scheme, recipe, group.train.mean_square)
         seconds = (time.perf_counter() - begun) / len(plans)
-        for plan, weight, part in zip(plans, weights, _split(quantized, [w.shape[0] for w in weights]), strict=True):
-            solved = _judge(group, weight.to(device), part, fraction, note, seconds)
+        sizes = [weight.shape[0] for weight in weights]
+        targets = stacked.split(sizes) if target is None else target.split(sizes)
+        for plan, weight, goal, part in zip(plans, weights, targets, _split(quantized, sizes), strict=True):
+            solved = _judge(group, weight.to(device), goal, part, fraction, note, seconds)
             if run.config.propagate == "true_sequential":
                 _install(run, plan, part)
             run.pending.append((plan, solved))
@@ -164,17 +172,22 @@ def _alike(run: _Run, group: Group) -> list[tuple[list[LayerPlan], RTN | GPTQ]]:
     return list(result.values())
 
 
+def _drift_tokens(config: QuantConfig, plans: list[LayerPlan]) -> float:
+    recipes = [config.recipe(plan.scheme, True) for plan in plans if plan.scheme is not None]
+    return max((recipe.drift_tokens for recipe in recipes if isinstance(recipe, GPTQ)), default=0.0)
+
+
 def _judge(
-    group: Group, weight: Tensor, quantized: QuantizedWeight, fraction: float | None, note: str | None, seconds: float
+    group: Group, weight: Tensor, target: Tensor, quantized: QuantizedWeight, fraction: float | None, note: str | None, seconds: float
 ) -> Solved:
     statistics: InputStatistics | None = group.holdout if group.holdout is not None and group.holdout.num_tokens else group.train
     assert statistics is not None
-    W = weight.float()
-    dW = numerics.dequantize(quantized.q, quantized.scale, quantized.zero_point, quantized.scheme.weights).float() - W
-    norm = float(torch.linalg.vector_norm(W, dtype=torch.float64))
-    relative = float(torch.linalg.vector_norm(dW, dtype=torch.float64)) / norm if norm else 0.0
-    power = output_error(W, statistics.H)
-    output = (max(output_error(dW, statistics.H), 0.0) / power) ** 0.5 if power > 0 else 0.0
+    restored = numerics.dequantize(quantized.q, quantized.scale, quantized.zero_point, quantized.scheme.weights).float()
+    norm = float(torch.linalg.vector_norm(weight, dtype=torch.float64))
+    relative = float(torch.linalg.vector_norm(restored - weight, dtype=torch.float64)) / norm if norm else 0.0
+    rows = sample_rows(target)
+    power = output_error(target[rows].float(), statistics.H)
+    output = (max(output_error(restored[rows] - target[rows], statistics.H), 0.0) / power) ** 0.5 if power > 0 else 0.0
     return Solved(quantized, relative, output, fraction, note, seconds)
 
 
@@ -191,6 +204,8 @@ def _install(run: _Run, plan: LayerPlan, quantized: QuantizedWeight) -> None:
 
 def _finish_pending(run: _Run) -> None:
     for plan, solved in run.pending:
+        for name in plan.modules:
+            run.layers.pop(name, None)  # and with it the weight
         run.finish(plan, solved)
     run.pending.clear()
 
@@ -208,6 +223,13 @@ def _matrix(module: nn.Module) -> Tensor:
     """A layer's weight as [N, K]."""
     weight = weight_of(module).detach()
     return weight.t() if is_conv1d(module) else weight
+
+
+def _return_free_memory() -> None:
+    """Give what the forward passes have freed back to the system: glibc keeps blocks of up to 32 MB, and cannot reuse them all."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def _block_of(name: str) -> str | None:

@@ -2,54 +2,98 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
-_BLOCK = 512  # columns of H at a time: only blocks on and above the diagonal are multiplied
+_BLOCK = 96, 512  # least and most rows of H at a time: only blocks on and above the diagonal are multiplied
 
 
 class InputStatistics:
     """Sums over the tokens that Linears reading one tensor have seen.
 
+    Sums are float32, and so are products, but for those of drift on CPUs that multiply bfloat16, which round them to bfloat16 for
+    each micro-batch. (H would not stay positive definite.)
+
     Attributes:
-        H: [K, K] float32, the sum (never a running mean) of x xT. The lower triangle is filled by :meth:`finish`.
+        H: [K, K] float32, the sum (never a running mean) of x xT. Complete after :meth:`finish`.
+        drift: [K, K] float32, the sum of (r - x) xT over the tokens whose input r in the model before quantization was given, or
+            None if there are none.
+        drift_H: [K, K] float32, the sum of x xT over these tokens, or None.
+        drift_tokens: How many these are.
         absmax: [K] float32, largest magnitude of each channel.
         num_tokens: Tokens summed.
     """
 
     def __init__(self, in_features: int, device: torch.device | str) -> None:
         self.H = torch.zeros(in_features, in_features, device=device)
+        self.drift: Tensor | None = None
+        self.drift_H: Tensor | None = None
         self.absmax = torch.zeros(in_features, device=device)
-        self.num_tokens = 0
+        self.num_tokens = self.drift_tokens = 0
 
     @torch.no_grad()
-    def add(self, x: Tensor, mask: Tensor | None = None) -> None:
+    def add(self, x: Tensor, mask: Tensor | None = None, reference: Tensor | None = None) -> None:
         """Add tokens.
 
         Args:
             x: [..., K] floating point.
             mask: bool of x's leading shape: which tokens count. None: all.
+            reference: Of x's shape and dtype: the same tokens' inputs before quantization.
         """
+        tokens = self._counted(x, mask)
+        if tokens.shape[0] == 0:
+            return
+        exact = tokens.float()
+        H = self.H
+        if reference is not None:
+            if self.drift is None or self.drift_H is None:
+                self.drift, self.drift_H = torch.zeros_like(self.H), torch.zeros_like(self.H)
+            if tokens.dtype == torch.bfloat16 and (tokens.is_cuda or _multiplies_bfloat16()):
+                self.drift += (self._counted(reference, mask) - tokens).t() @ tokens
+            else:
+                self.drift.addmm_((self._counted(reference, mask).float() - exact).t(), exact)
+            self.drift_tokens += tokens.shape[0]
+            H = self.drift_H  # added to H in the end
+        k = H.shape[0]
+        step = min(max(-(-k // 6), _BLOCK[0]), _BLOCK[1])
+        for start in range(0, k, step):  # the upper triangle, by rows of blocks: not much more than half the work
+            H[start : start + step, start:].addmm_(exact[:, start : start + step].t(), exact[:, start:])
+        torch.maximum(self.absmax, exact.abs().amax(0), out=self.absmax)
+        self.num_tokens += tokens.shape[0]
+
+    def _counted(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The tokens that count, [tokens, K]."""
         tokens = x.reshape(-1, x.shape[-1])
         if mask is not None:
             tokens = tokens[mask.reshape(-1).to(tokens.device)]
-        tokens = tokens.to(self.H.device, torch.float32)
-        if tokens.shape[0] == 0:
-            return
-        k = self.H.shape[0]
-        for start in range(0, k, _BLOCK):  # the upper triangle, by rows of blocks: half the work
-            rows = slice(start, start + _BLOCK)
-            self.H[rows, start:].addmm_(tokens[:, rows].t(), tokens[:, start:])
-        torch.maximum(self.absmax, tokens.abs().amax(0), out=self.absmax)
-        self.num_tokens += tokens.shape[0]
+        return tokens.to(self.H.device)
 
     def finish(self) -> None:
-        """Fill the lower triangle of H from the upper one."""
-        k = self.H.shape[0]
-        for start in range(_BLOCK, k, _BLOCK):
-            self.H[start : start + _BLOCK, :start] = self.H[:start, start : start + _BLOCK].t()
+        """Complete H: its lower triangle, and the tokens with drift."""
+        if self.drift_H is not None:
+            _mirror(self.drift_H)
+            self.H += self.drift_H
+        _mirror(self.H)
 
     @property
     def mean_square(self) -> Tensor:
         """E[x^2] of each channel, [K]."""
         return self.H.diagonal() / max(self.num_tokens, 1)
+
+
+def _mirror(H: Tensor) -> None:
+    """Fill the lower triangle from the upper one."""
+    k, step = H.shape[0], _BLOCK[1]
+    for start in range(0, k, step):
+        stop = start + step
+        H[start:stop, :start] = H[:start, start:stop].t()
+        square = H[start:stop, start:stop]
+        square.copy_(square.triu() + square.triu(1).t())
+
+
+@cache
+def _multiplies_bfloat16() -> bool:
+    """Whether the CPU has instructions for it."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

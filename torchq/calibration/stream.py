@@ -7,6 +7,11 @@ group is solved, its quantized weights are put in, and all micro-batches go on t
 that runs: masks, rotary embeddings, cross attention and the order of layers are as they are, on any architecture, without
 tracing, and each layer is computed once. What is in memory is what the suspended calls hold: the residual stream, and one layer's
 intermediates, of all micro-batches.
+
+A *reference* pass shows what a layer's input was before quantization. It runs one group ahead: once its micro-batch has arrived at
+a group and the two inputs have been compared, it goes on through that group, whose weights are still the original ones, to the
+next. So the model is there once, and of a layer's two wide inputs (an MLP's, say) at most one is alive. (Members of a group that
+run later, such as the cross attention of further decoder layers, which reads what the first one's reads, are then quantized.)
 """
 
 from __future__ import annotations
@@ -45,14 +50,24 @@ class Group:
 
 
 @dataclass
-class _MicroBatch:
-    """One suspended forward pass. ``waiting`` is the leader it waits at, or None when it has ended."""
+class _Pass:
+    """A suspended forward pass: the leader it waits at and that one's input, both None when it has ended, and its visits so far."""
 
     batch: Batch
     held_out: bool
     run: greenlet.greenlet
+    reference: _Pass | None = None
     waiting: str | None = None
-    seen: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    input: Tensor | None = None
+    visits: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def go_on(self) -> None:
+        """Run to the next leader, or to the end."""
+        self.waiting = self.input = None
+        result = self.run.switch()
+        if not self.run.dead:
+            self.waiting, self.input = result
+            self.visits[self.waiting] += 1
 
 
 @torch.no_grad()
@@ -103,6 +118,7 @@ def stream(
     holdout: Sequence[Batch],
     solve: Callable[[Group], None],
     *,
+    drift_tokens: float = 0.0,
     device: torch.device | str | None = None,
     timings: dict[str, float] | None = None,
 ) -> list[str]:
@@ -110,12 +126,14 @@ def stream(
 
     Args:
         model: The model, in eval mode.
-        layers: Name -> Linear, of every layer to be solved.
+        layers: Name -> Linear, of every layer to be solved. Not looked at once it runs: ``solve`` may empty it.
         groups: From :func:`find_groups`.
         train: Micro-batches whose tokens are summed.
         holdout: Micro-batches whose tokens are summed apart.
         solve: Called with a group and its statistics before any of its Linears runs for the last time. It may replace their
             ``weight`` parameters: what follows then runs on those.
+        drift_tokens: Share of the micro-batches (if not 0: and all held-out ones) that run through the original weights as well,
+            to sum the drift between the two. Where the two take different ways (routed experts), no drift is summed.
         device: Where to sum; each layer's own device by default.
         timings: Seconds by part (``forward``, ``hessian``) are added here.
 
@@ -127,62 +145,67 @@ def stream(
     """
     timings = {} if timings is None else timings
     leaders, order = _in_order(groups, layers)
+    names, last = list(layers), max(order.values())
     main = greenlet.getcurrent()
-    current: dict[greenlet.greenlet, _MicroBatch] = {}
+    running: set[greenlet.greenlet] = set()
+    unsolved = set(leaders)
 
     def wait(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            micro_batch = current.get(greenlet.getcurrent())
-            if micro_batch is not None:
+            if greenlet.getcurrent() in running:
                 _switch_to(main, name, _input_of(args, kwargs))
 
         return hook
 
-    def start(batch: Batch, held_out: bool) -> _MicroBatch:
-        micro_batch = _MicroBatch(batch, held_out, greenlet.greenlet(lambda: model(**batch.inputs, **_no_cache(model))))
-        current[micro_batch.run] = micro_batch
-        return micro_batch
+    def start(batch: Batch, held_out: bool) -> _Pass:
+        run = greenlet.greenlet(lambda: model(**batch.inputs, **_no_cache(model)))
+        running.add(run)
+        return _Pass(batch, held_out, run)
+
+    def advance(one: _Pass) -> None:
+        """On to the next leader, where its input is summed."""
+        with _timed(timings, "forward"):
+            one.go_on()
+        if one.waiting is None or one.waiting not in unsolved:
+            return
+        other, place = one.reference, (order[one.waiting], one.visits[one.waiting])
+        if other is not None:
+            with _timed(timings, "forward"):
+                while other.waiting is not None and (order[other.waiting], other.visits[other.waiting]) < place:
+                    other.go_on()
+        met = other is not None and (other.waiting, other.visits[one.waiting]) == (one.waiting, one.visits[one.waiting])
+        with _timed(timings, "hessian"):
+            _add(leaders[one.waiting], one, other.input if met and other is not None else None, device)
+        if met and other is not None and order[one.waiting] != last:  # past this group while its weights are the original ones
+            with _timed(timings, "forward"):
+                other.go_on()
 
     handles = [layers[name].register_forward_pre_hook(wait(name), with_kwargs=True) for name in leaders]
-    micro_batches = [start(batch, False) for batch in train] + [start(batch, True) for batch in holdout]
-    inputs: dict[int, Tensor] = {}
-
-    def go_on(index: int) -> None:
-        micro_batch, begun = micro_batches[index], time.perf_counter()
-        inputs.pop(index, None)
-        result = micro_batch.run.switch()
-        micro_batch.waiting = None
-        if not micro_batch.run.dead:
-            micro_batch.waiting, inputs[index] = result
-        timings["forward"] = timings.get("forward", 0.0) + time.perf_counter() - begun
-
-    unsolved = set(leaders)
+    passes = [start(batch, False) for batch in train] + [start(batch, True) for batch in holdout]
     try:
-        for index in range(len(micro_batches)):
-            go_on(index)
-        while inputs and unsolved:  # the rest of the model, a large output embedding say, need not run
-            name = min((micro_batches[index].waiting or "" for index in inputs), key=order.__getitem__)
-            here = [index for index in inputs if micro_batches[index].waiting == name]
-            if name in unsolved:
-                group, begun = leaders[name], time.perf_counter()
-                for index in here:
-                    _add(group, micro_batches[index], inputs[index], device)
-                    micro_batches[index].seen[name] += 1
-                timings["hessian"] = timings.get("hessian", 0.0) + time.perf_counter() - begun
-                if all(micro_batches[index].seen[name] >= group.calls for index in here):
-                    unsolved.discard(name)
-                    _check_finite(group)
-                    solve(group)
-                    group.train = group.holdout = None
-            for index in here if unsolved else ():
-                go_on(index)
+        for index, one in enumerate(passes):
+            if drift_tokens and (one.held_out or int((index + 1) * drift_tokens) > int(index * drift_tokens)):
+                one.reference = start(one.batch, one.held_out)
+                one.reference.go_on()
+            advance(one)
+        while unsolved and (waiting := [one.waiting for one in passes if one.waiting is not None]):
+            name = min(waiting, key=order.__getitem__)
+            here = [one for one in passes if one.waiting == name]
+            if name in unsolved and all(one.visits[name] >= leaders[name].calls for one in here):
+                unsolved.discard(name)
+                group = leaders[name]
+                _check_finite(group)
+                solve(group)
+                group.train = group.holdout = None
+            for one in here if unsolved else ():  # the rest of the model, a large output embedding say, need not run
+                advance(one)
     finally:
         for handle in handles:
             handle.remove()
-        for micro_batch in micro_batches:
-            if not micro_batch.run.dead:
-                micro_batch.run.throw(greenlet.GreenletExit)
-    return sorted((name for leader in unsolved for name in leaders[leader].names), key=list(layers).index)
+        for run in running:
+            if not run.dead:
+                run.throw(greenlet.GreenletExit)
+    return sorted((name for leader in unsolved for name in leaders[leader].names), key=names.index)
 
 
 def _in_order(groups: Sequence[Group], layers: Mapping[str, nn.Module]) -> tuple[dict[str, Group], dict[str, tuple[int, int]]]:
@@ -211,18 +234,33 @@ def _switch_to(main: greenlet.greenlet, name: str, x: Tensor) -> None:
         torch.set_autocast_enabled(x.device.type, autocast)
 
 
-def _add(group: Group, micro_batch: _MicroBatch, x: Tensor, device: torch.device | str | None) -> None:
-    statistics = group.holdout if micro_batch.held_out else group.train
+def _add(group: Group, one: _Pass, reference: Tensor | None, device: torch.device | str | None) -> None:
+    """Sum the input that a pass waits with."""
+    x, mask = one.input, one.batch.mask
+    assert x is not None
+    statistics = group.holdout if one.held_out else group.train
     if statistics is None:
         statistics = InputStatistics(x.shape[-1], device or x.device)
-        if micro_batch.held_out:
+        if one.held_out:
             group.holdout = statistics
         else:
             group.train = statistics
-    mask = micro_batch.batch.mask
     if mask is not None and mask.numel() * x.shape[-1] != x.numel():
         mask = None  # not one vector per token (a pooled output, patches)
-    statistics.add(x, mask)
+    if reference is not None and (reference.shape != x.shape or (x.ndim < 3 and x.shape[0] != _num_tokens(one.batch))):
+        reference = None  # of other tokens: those routed to an expert, say
+    statistics.add(x, mask, reference)
+
+
+def _num_tokens(batch: Batch) -> int:
+    return max((value.shape[:2].numel() for value in batch.inputs.values() if isinstance(value, Tensor)), default=0)
+
+
+@contextmanager
+def _timed(timings: dict[str, float], part: str) -> Iterator[None]:
+    begun = time.perf_counter()
+    yield
+    timings[part] = timings.get(part, 0.0) + time.perf_counter() - begun
 
 
 def _check_finite(group: Group) -> None:
