@@ -95,10 +95,10 @@ def main() -> None:
     data = f"{arguments.samples} x {arguments.length} tokens, {arguments.threads} threads of {machine()['processor']}"
     print_table(f"{folder.name}, W{arguments.bits}A16, groups of {arguments.group_size}, {data}", columns, table)
     if arguments.save:
-        results = {
-            recipe.name: {"seconds": seconds[recipe.name], "quality": {text: asdict(quality[text][recipe.name]) for text in quality}}
-            for recipe in recipes
-        }
+        results = {}
+        for recipe in recipes:
+            figures = {text: asdict(quality[text][recipe.name]) for text in quality}
+            results[recipe.name] = {"seconds": seconds[recipe.name], "quality": figures}
         names = ("bits", "group_size", "dtype", "threads", "samples", "length")
         save_results("ablation", {"model": folder.name} | {n: getattr(arguments, n) for n in names} | {"results": results})
 

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -99,12 +100,15 @@ def main() -> None:
         for text, ids in windows.items():
             for name, quality in evaluate(base, models, ids).items():
                 results[name]["quality"][text] = asdict(quality)
-    _print(arguments, folder.name, results, problems)
+    rate = matmul_rate()
+    _print(arguments, folder.name, results, problems, rate)
     if arguments.save:
         settings = {"model": folder.name} | _settings(arguments, rows)
         kind = f"w{arguments.bits}_{'channel' if arguments.group_size < 0 else f'g{arguments.group_size}'}"
         kind += "" if arguments.symmetric else "_asym"
-        save_results(f"quantize_{folder.name}_{kind}", settings | {"results": results, "left_out": problems})
+        save_results(
+            f"quantize_{folder.name}_{kind}", settings | {"matmul_flops": rate, "results": results, "left_out": problems}
+        )
     if any(problem.startswith("failed") for problem in problems.values()):
         raise SystemExit(1)
 
@@ -126,7 +130,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--evaluation-tokens", type=int, default=16384, help="of each text")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--work", type=Path, help="folder for checkpoints and logs; a temporary one by default")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<machine>-<date>-quantize_<model>_<scheme>.json")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/...-quantize_<model>_<scheme>.json")
     arguments = parser.parse_args()
     arguments.pythons = {"torchq": sys.executable} | _pairs(parser, "--peer", arguments.peer)
     recipes = _pairs(parser, "--recipes", arguments.recipes or [])
@@ -330,7 +334,9 @@ def _summarise(values: Tensor) -> Quality:
 # --------------------------------------------------------------------------------------------------------------------- printing
 
 
-def _print(arguments: argparse.Namespace, model: str, results: dict[str, dict[str, Any]], problems: dict[str, str]) -> None:
+def _print(
+    arguments: argparse.Namespace, model: str, results: dict[str, dict[str, Any]], problems: dict[str, str], rate: float
+) -> None:
     """Print the table, what is missing from it, and where torchq's time went."""
     rows = []
     for name, result in results.items():
@@ -350,7 +356,7 @@ def _print(arguments: argparse.Namespace, model: str, results: dict[str, dict[st
         console.print(f"{text}: {quality['num_tokens']} tokens, perplexity of the base {quality['base_perplexity']:.3f}")
     for name, result in results.items():
         if result.get("timings"):
-            _print_timings(name, result["timings"], result["quantize_seconds"])
+            _print_timings(name, result, rate)
 
 
 def _quality_cells(quality: Quality) -> list[str]:
@@ -362,12 +368,29 @@ def _quality_cells(quality: Quality) -> list[str]:
     ]
 
 
-def _print_timings(name: str, timings: Mapping[str, float], total: float) -> None:
-    """Print the parts of a run and what is left of it."""
-    parts = dict(sorted(timings.items(), key=lambda item: -item[1]))
-    parts["(the rest)"] = total - sum(timings.values())
-    rows = [[part, f"{seconds:.2f}", f"{seconds / total:.1%}"] for part, seconds in parts.items()]
-    print_table(name, ["where the time goes", "seconds", "share"], rows)
+def _print_timings(name: str, result: Mapping[str, Any], rate: float) -> None:
+    """Print the parts of a run, what is left of it, and what each makes of the machine's matrix products."""
+    total = result["quantize_seconds"] + result["save_seconds"]
+    parts = dict(sorted(result["timings"].items(), key=lambda item: -item[1])) | {"write": result["save_seconds"]}
+    parts["(the rest)"] = total - sum(parts.values())
+    rows = []
+    for part, seconds in parts.items():
+        operations = result.get("operations", {}).get(part)
+        cells = ["", ""] if operations is None else [f"{operations / seconds / 1e9:.0f}", f"{operations / seconds / rate:.0%}"]
+        rows.append([part, f"{seconds:.2f}", f"{seconds / total:.1%}", *cells])
+    columns = ["where the time goes", "seconds", "share", "GFLOP/s", f"of {rate / 1e9:.0f} GFLOP/s"]
+    print_table(name, columns, rows)
+
+
+def matmul_rate(size: int = 2048, runs: int = 5) -> float:
+    """Return the float32 operations per second of a large square matrix product; the best of several."""
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    times = []
+    for _ in range(runs + 1):
+        started = time.perf_counter()
+        a @ b
+        times.append(time.perf_counter() - started)
+    return 2 * size**3 / min(times[1:])
 
 
 if __name__ == "__main__":

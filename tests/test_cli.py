@@ -58,7 +58,7 @@ def test_calibrates_on_a_file(folder, tmp_path, monkeypatch, capsys):
     assert code == 0 and "GPTQ" in stdout
     report = json.loads((out / "quant_report.json").read_text())
     assert report["algorithm"] == "GPTQ, mse scales, held-out damping on 160 tokens"
-    assert report["layers"][0]["output_error"] > 0 and report["timings"].keys() == {"forward", "hessian", "solve"}
+    assert report["layers"][0]["output_error"] > 0 and report["timings"].keys() == {"forward", "hessian", "scales", "solve"}
     assert load_pretrained(out).quant_report.layers[0].dampening_frac == report["layers"][0]["dampening_frac"]
 
 

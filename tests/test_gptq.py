@@ -1,5 +1,7 @@
 """GPTQ against a literal transcription of the paper, and by what it is for."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from torchq.algorithms.gptq import (
 )
 from torchq.algorithms.rtn import quantize_weight, relative_error
 from torchq.calibration.statistics import InputStatistics
+from torchq.kernels import gptq as kernel
 from torchq.scheme import resolve_scheme
 
 SCHEMES = {
@@ -178,7 +181,7 @@ def test_a_refining_sweep_lowers_the_error_until_no_single_code_can(name):
     for _ in range(30):
         q = refine_codes(W, q, scale, zero, H, 0.01, scheme)
         errors.append(error(q))
-    assert errors[1] < 0.9 * errors[0] and all(b <= a * (1 + 1e-5) for a, b in zip(errors[:-1], errors[1:], strict=True))
+    assert errors[1] < 0.9 * errors[0] and all(b <= a * (1 + 1e-5) for a, b in pairwise(errors))
     for row, column, step in ((0, 3, 1), (7, 100, -1), (15, k - 1, 1)):
         other = q.clone()
         other[row, column] = (other[row, column] + step).clamp(scheme.weights.quant_min, scheme.weights.quant_max)
@@ -207,7 +210,7 @@ def test_blocks_of_columns_change_nothing(monkeypatch):
     expected = round_columns(W, factor.U, factor.order, scale, None, scheme)
     for block, inner in ((1, 1), (7, 3), (160, 160), (64, 16)):
         monkeypatch.setattr(gptq, "_BLOCK", block)
-        monkeypatch.setattr(gptq, "_INNER", inner)
+        monkeypatch.setattr(kernel, "INNER", inner)
         assert (round_columns(W, factor.U, factor.order, scale, None, scheme) != expected).float().mean() < 0.01
 
 

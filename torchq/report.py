@@ -24,8 +24,9 @@ class LayerReport:
         num_parameters: Values in the weight.
         bits_per_weight: Stored bits per value, scales and zero points included; 16 or 32 where not quantized.
         relative_error: ``|W - dequantized| / |W|`` (Frobenius), or None.
-        output_error: ``|(W - dequantized) X| / |W X|`` on held-out calibration tokens X (on the calibration tokens if none are
-            held out), or None without calibration.
+        output_error: ``|(T - dequantized) X| / |T X|`` on held-out calibration tokens X (on the calibration tokens if none are
+            held out), of at most 128 rows; T is the weight, corrected for the drift of its input where GPTQ does so. None
+            without calibration.
         dampening_frac: What GPTQ added to the Hessian's diagonal, as a multiple of its mean, or None.
         reason: Why it is not quantized, or a note.
         seconds: Time spent.
@@ -57,7 +58,7 @@ class QuantReport:
         warnings: What a user should know: fallbacks, untied embeddings, parameters left in 16 bits.
         torchq_version: Version of torchq.
         seconds: Time spent.
-        timings: Of a calibrated run: seconds by part (``forward``, ``hessian``, ``solve``).
+        timings: Of a calibrated run: seconds by part (``forward``, ``hessian``, ``scales``, ``solve``).
     """
 
     scheme: str

@@ -9,7 +9,7 @@ from peer import load_model, run
 
 from torchq import QuantConfig, quantize_, save_pretrained
 
-RECIPES = ("rtn", "gptq", "awq", "auto")
+RECIPES = ("rtn", "gptq", "auto")
 
 
 def quantize(arguments: argparse.Namespace, loaded: tuple[Any, Any]) -> tuple[Any, dict[str, Any]]:
@@ -21,8 +21,36 @@ def quantize(arguments: argparse.Namespace, loaded: tuple[Any, Any]) -> tuple[An
         symmetric=arguments.symmetric,
         algorithm=arguments.recipe,
     )
+    operations = _operations(arguments, model) if arguments.recipe != "rtn" else {}
     report = quantize_(model, config, calibration=_calibration(arguments), tokenizer=tokenizer, progress=False)
-    return loaded, {"algorithm": report.algorithm, "timings": dict(getattr(report, "timings", None) or {})}
+    return loaded, {"algorithm": report.algorithm, "timings": dict(report.timings or {}), "operations": operations}
+
+
+def _operations(arguments: argparse.Namespace, model: Any) -> dict[str, float]:
+    """Floating-point operations of the matrix products that the parts of a calibrated run cannot do without.
+
+    Forward: the Linears, of all tokens and of those that run through the original weights, without attention. Hessian: half a
+    product for each group of Linears, a whole one for drift. Solve: five factors of each Hessian, one for drift and its two
+    triangular solves, the errors of all columns, the refit of scales.
+    """
+    import torch
+
+    from torchq import GPTQ
+    from torchq.calibration.packing import Batch
+    from torchq.calibration.stream import find_groups
+
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and not name.endswith("lm_head")}
+    groups = find_groups(model, layers, Batch({"input_ids": torch.tensor(arguments.tokens[:1])}, None))
+    tokens = sum(map(len, arguments.tokens))
+    drift = tokens * (GPTQ().drift_tokens * 15 / 16 + 1 / 16)  # and all held-out ones
+    forward = sum(2.0 * layer.weight.numel() * (tokens + drift) for layer in layers.values())
+    hessian = solve = 0.0
+    for group in groups:
+        k = layers[group.names[0]].in_features
+        n = sum(layers[name].out_features for name in group.names)
+        hessian += k * k * (tokens + 2 * drift)
+        solve += 6 * k**3 / 3 + n * k * k * (2 + 2 + 1 + 4)
+    return {"forward": forward, "hessian": hessian, "solve": solve}
 
 
 def _calibration(arguments: argparse.Namespace) -> Any:

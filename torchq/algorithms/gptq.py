@@ -8,8 +8,8 @@ H = R RT (R upper triangular) and U = R / diag(R), column j is rounded from
 which gives the same codes as the paper's inverse and second Cholesky at a quarter of the work. Scales are those of the original
 groups ("static groups"), so the order of the columns needs no g_idx. Shapes: N out_features, K in_features, G groups.
 
-*Drift.* A layer of a quantized model gets an input x that is off by d = r - x from the input r that it had before. What is rounded
-is therefore not W but the weight whose output from x is closest to W r,
+*Drift.* A layer of a quantized model gets an input x that is off by d = r - x from the input r that it had before. What is
+rounded is therefore not W but the weight whose output from x is closest to W r,
 
     T = W + alpha W C (H + lam I)^-1,        C = sum of d xT,
 
@@ -19,6 +19,7 @@ fitted to held-out tokens.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 from torchq import numerics
 from torchq.algorithms.rtn import signed_scales
 from torchq.calibration.statistics import InputStatistics
+from torchq.kernels.gptq import make_up, round_block
 from torchq.linear import QuantizedWeight
 from torchq.scheme import Scheme
 
@@ -34,9 +36,9 @@ _CANDIDATES = (0.003, 0.01, 0.03, 0.1, 0.3)  # fractions of the mean diagonal th
 _TOLERANCE = 1.05  # the most damping whose held-out error is at most this many times the least: other data differs more
 _SAMPLED_ROWS = 128  # of a weight, for what held-out error decides
 _BATCHED = 2**23  # elements of the factors that are tried at once
-_DRIFT_DAMPING = 4.0  # lam in the correction of drift, as a multiple of the mean diagonal times K / tokens; at least 0.01, at most 1
+_DRIFT_DAMPING = 4.0  # lam in the correction of drift: this times K / tokens, from 0.01 to 1, times the mean diagonal
 _DRIFT_STRENGTH = 0.5  # alpha where no tokens are held out
-_BLOCK, _INNER = 128, 16  # columns between two matmuls with all earlier errors, and with those of the block
+_BLOCK = 128  # columns between two matmuls with all earlier errors
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,10 @@ class GPTQ:
         scale_search: ``"mse"`` (error of each group weighted by the mean square of its inputs) or ``"absmax"``.
         refit: Whether scales are fitted once more to the codes found, for each layer where that lowers the error on held-out
             tokens (on the calibration tokens where none are held out).
-        drift_tokens: Share of the calibration tokens, 0 to 1, that go through the original weights as well, so that layers make up
-            for the errors of those before them (with ``propagate="true_sequential"`` only). 0: they don't.
-        refine: Sweeps of coordinate descent over the codes, each followed by a refit of the scales if ``refit``, for each layer as
-            long as that lowers the error on held-out tokens.
+        drift_tokens: Share of the calibration tokens, 0 to 1, that go through the original weights as well, so that layers make
+            up for the errors of those before them (with ``propagate="true_sequential"`` only). 0: they don't.
+        refine: Sweeps of coordinate descent over the codes, each followed by a refit of the scales if ``refit``, for each layer
+            as long as that lowers the error on held-out tokens.
     """
 
     dampening_frac: float | None = None
@@ -143,39 +145,19 @@ def round_columns(W: Tensor, U: Tensor, order: Tensor, scale: Tensor, zero_point
     """
     args, (n, k), batches = scheme.weights, W.shape, U.shape[:-2]
     batch = batches.numel()
-    group_size = args.group_size or k
-    groups = (order // group_size).tolist()
+    groups = order.cpu() // (args.group_size or k)
     scales = scale.t().contiguous()  # rows [N] of contiguous memory from here on: column j of W is W[j]
     zeros = None if zero_point is None else zero_point.t().contiguous()
     W, U = W.t()[order], U.view(batch, k, k)
-    spread = U.permute(1, 2, 0).unsqueeze(3)  # [j, i, B, 1]
     E, codes = (torch.empty(k, batch, n, device=W.device) for _ in range(2))
     for start in range(0, k, _BLOCK):
-        stop = min(start + _BLOCK, k)
-        V = _make_up(W[start:stop].unsqueeze(1).expand(-1, batch, n), U[:, :start, start:stop], E[:start])
-        for first in range(start, stop, _INNER):
-            last = min(first + _INNER, stop)
-            v = _make_up(V[first - start : last - start], U[:, start:first, first:last], E[start:first])
-            for j in range(first, last):
-                s, code, error = scales[groups[j]], codes[j], E[j]
-                torch.div(v[j - first], s, out=code)
-                if zeros is None:
-                    code.round_().clamp_(args.quant_min, args.quant_max)
-                    torch.addcmul(W[j], code, s, value=-1, out=error)
-                else:
-                    z = zeros[groups[j]]
-                    code.add_(z).round_().clamp_(args.quant_min, args.quant_max)
-                    torch.addcmul(W[j], code - z, s, value=-1, out=error)
-                if j + 1 < last:
-                    v[j + 1 - first :].addcmul_(spread[j, j + 1 : last], error)
+        block = slice(start, min(start + _BLOCK, k))
+        V = make_up(W[block].unsqueeze(1).expand(-1, batch, n), U[:, :start, block], E[:start])
+        within = W[block], U[:, block, block], scales, zeros, groups[block]
+        round_block(V, *within, args.quant_min, args.quant_max, codes[block], E[block])
     result = torch.empty(batch, n, k, dtype=torch.int8, device=W.device)
     result[:, :, order] = codes.permute(1, 2, 0).to(torch.int8)
     return result.view(*batches, n, k)
-
-
-def _make_up(V: Tensor, U: Tensor, E: Tensor) -> Tensor:
-    """V + UT E for each of the batch: V [J, B, N], U [B, I, J], E [I, B, N]."""
-    return torch.baddbmm(V.transpose(0, 1), U.transpose(1, 2), E.transpose(0, 1)).transpose(0, 1)
 
 
 def refit_scales(
@@ -279,10 +261,18 @@ class GroupSolver:
         train: Statistics of the input.
         holdout: Statistics of other tokens, for what is decided by them, or None.
         settings: Settings.
+        timings: Seconds of scale searches (``scales``) are added here.
     """
 
-    def __init__(self, train: InputStatistics, holdout: InputStatistics | None, settings: GPTQ) -> None:
+    def __init__(
+        self,
+        train: InputStatistics,
+        holdout: InputStatistics | None,
+        settings: GPTQ,
+        timings: dict[str, float] | None = None,
+    ) -> None:
         self.train, self.settings = train, settings
+        self.timings = {} if timings is None else timings
         self.holdout = holdout if holdout is not None and holdout.num_tokens else None
         self.order = column_order(train.H, settings.actorder)
         self._flipped = train.H[self.order.unsqueeze(1), self.order].flip(0, 1)
@@ -294,9 +284,11 @@ class GroupSolver:
         args, settings = scheme.weights, self.settings
         importance = self.train.mean_square if settings.scale_search == "mse" else None
         W, strength = self._correct(weight.float())
+        begun = time.perf_counter()
         scale, zero_point = numerics.choose_qparams(
             W.to(weight.dtype), args, settings.scale_search, signed=signed_scales(scheme), importance=importance
         )
+        self.timings["scales"] = self.timings.get("scales", 0.0) + time.perf_counter() - begun
         s = scale.float().reshape(weight.shape[0], -1)
         z = None if zero_point is None else zero_point.float().reshape(weight.shape[0], -1)
         factor = self._choose_factor(W, s, z, scheme)

@@ -78,7 +78,7 @@ def quantize_calibrated(
         finish: Called once for each plan when no forward pass is inside the layer, to swap in the QuantLinear and report.
 
     Returns:
-        Seconds by part: ``forward``, ``hessian``, ``solve``.
+        Seconds by part: ``forward``, ``hessian``, ``scales`` (their search), ``solve``.
 
     Raises:
         ValueError: If no token reaches a layer, an input is not finite, or a Hessian stays singular; the message names the layer.
@@ -119,7 +119,7 @@ def quantize_calibrated(
 
 
 def _solve_group(run: _Run, group: Group) -> None:
-    begun = time.perf_counter()
+    begun, scales = time.perf_counter(), run.timings.get("scales", 0.0)
     _return_free_memory()
     assert group.train is not None
     if group.train.num_tokens == 0:
@@ -137,7 +137,7 @@ def _solve_group(run: _Run, group: Group) -> None:
         assert scheme is not None
         target, fraction, note = None, None, None
         if isinstance(recipe, GPTQ):
-            solver = solver or GroupSolver(group.train, group.holdout, recipe)
+            solver = solver or GroupSolver(group.train, group.holdout, recipe, run.timings)
             try:
                 solution = solver.solve(stacked, scheme)
             except SingularHessianError as error:
@@ -155,7 +155,8 @@ def _solve_group(run: _Run, group: Group) -> None:
             if run.config.propagate == "true_sequential":
                 _install(run, plan, part)
             run.pending.append((plan, solved))
-    run.timings["solve"] = run.timings.get("solve", 0.0) + time.perf_counter() - begun
+    scales = run.timings.get("scales", 0.0) - scales
+    run.timings["solve"] = run.timings.get("solve", 0.0) + time.perf_counter() - begun - scales
 
 
 def _alike(run: _Run, group: Group) -> list[tuple[list[LayerPlan], RTN | GPTQ]]:
@@ -178,7 +179,13 @@ def _drift_tokens(config: QuantConfig, plans: list[LayerPlan]) -> float:
 
 
 def _judge(
-    group: Group, weight: Tensor, target: Tensor, quantized: QuantizedWeight, fraction: float | None, note: str | None, seconds: float
+    group: Group,
+    weight: Tensor,
+    target: Tensor,
+    quantized: QuantizedWeight,
+    fraction: float | None,
+    note: str | None,
+    seconds: float,
 ) -> Solved:
     statistics: InputStatistics | None = group.holdout if group.holdout is not None and group.holdout.num_tokens else group.train
     assert statistics is not None
@@ -226,7 +233,7 @@ def _matrix(module: nn.Module) -> Tensor:
 
 
 def _return_free_memory() -> None:
-    """Give what the forward passes have freed back to the system: glibc keeps blocks of up to 32 MB, and cannot reuse them all."""
+    """Give what forward passes have freed back to the system: glibc keeps blocks of up to 32 MB, and cannot reuse them all."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

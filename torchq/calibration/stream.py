@@ -8,10 +8,11 @@ that runs: masks, rotary embeddings, cross attention and the order of layers are
 tracing, and each layer is computed once. What is in memory is what the suspended calls hold: the residual stream, and one layer's
 intermediates, of all micro-batches.
 
-A *reference* pass shows what a layer's input was before quantization. It runs one group ahead: once its micro-batch has arrived at
-a group and the two inputs have been compared, it goes on through that group, whose weights are still the original ones, to the
-next. So the model is there once, and of a layer's two wide inputs (an MLP's, say) at most one is alive. (Members of a group that
-run later, such as the cross attention of further decoder layers, which reads what the first one's reads, are then quantized.)
+A *reference* pass shows what a layer's input was before quantization. It runs one group ahead: once its micro-batch has arrived
+at a group and the two inputs have been compared, it goes on through that group, whose weights are still the original ones, to
+the next. So the model is there once, and of a layer's two wide inputs (an MLP's, say) at most one is alive. (Members of a group
+that run later, such as the cross attention of further decoder layers, which reads what the first one's reads, are then
+quantized.)
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Group:
 
 @dataclass
 class _Pass:
-    """A suspended forward pass: the leader it waits at and that one's input, both None when it has ended, and its visits so far."""
+    """A suspended forward pass: the leader it waits at and its input, both None when it has ended, and its visits so far."""
 
     batch: Batch
     held_out: bool
