@@ -11,6 +11,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 from torchq import GPTQ, RTN, QuantConfig, QuantLinear, load_pretrained, quantize_, save_pretrained
+from torchq.algorithms.gptq import GroupSolver
 from torchq.calibration.data import CalibrationData
 from torchq.calibration.solve import _block_of
 from torchq.testing import tiny_llama
@@ -132,6 +133,31 @@ def test_true_sequential_looks_at_quantized_layers_and_float_does_not() -> None:
     first, last = "model.layers.0.self_attn.q_proj.weight_packed", "model.layers.1.mlp.down_proj.weight_packed"
     assert torch.equal(states["float"][first], states["true_sequential"][first])
     assert not torch.equal(states["float"][last], states["true_sequential"][last])
+
+
+def test_layers_make_up_for_drift_where_asked_and_where_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float | None] = []
+    solve = GroupSolver.solve
+
+    def watch(self: GroupSolver, weight: Tensor, scheme: Any) -> Any:
+        solution = solve(self, weight, scheme)
+        seen.append(solution.drift_strength)
+        return solution
+
+    monkeypatch.setattr(GroupSolver, "solve", watch)
+    cases: list[tuple[str, dict[str, Any], bool]] = [
+        ("W4A16", {}, True),
+        ("W4A16", {"algorithm": GPTQ(drift_tokens=0.01)}, True),
+        ("W4A16", {"algorithm": GPTQ(drift_tokens=0)}, False),
+        ("W4A16", {"propagate": "float"}, False),
+        ("W8A16", {}, False),
+    ]
+    for scheme, settings, corrected in cases:
+        seen.clear()
+        quantize_(tiny_llama(), QuantConfig(scheme, group_size=32, **settings), calibration=data(batch_tokens=48))
+        assert len(seen) == 8 and (seen[0] == 0 if corrected else seen[0] is None)  # nothing before the first layer
+        assert all(strength is not None and 0 <= strength <= 1 for strength in seen) == corrected
+        assert not corrected or max(strength or 0 for strength in seen) > 0
 
 
 def test_the_same_call_gives_the_same_codes_and_a_model_in_training_mode_comes_back_so() -> None:

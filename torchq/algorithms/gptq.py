@@ -54,7 +54,8 @@ class GPTQ:
         refit: Whether scales are fitted once more to the codes found, for each layer where that lowers the error on held-out
             tokens (on the calibration tokens where none are held out).
         drift_tokens: Share of the calibration tokens, 0 to 1, that go through the original weights as well, so that layers make
-            up for the errors of those before them (with ``propagate="true_sequential"`` only). 0: they don't.
+            up for the errors of those before them (with ``propagate="true_sequential"`` and weights of fewer than 8 bits). 0:
+            they don't.
         refine: Sweeps of coordinate descent over the codes, each followed by a refit of the scales if ``refit``, for each layer
             as long as that lowers the error on held-out tokens.
     """

@@ -174,7 +174,9 @@ def _alike(run: _Run, group: Group) -> list[tuple[list[LayerPlan], RTN | GPTQ]]:
 
 
 def _drift_tokens(config: QuantConfig, plans: list[LayerPlan]) -> float:
-    recipes = [config.recipe(plan.scheme, True) for plan in plans if plan.scheme is not None]
+    """What the recipes ask for; 8-bit weights leave no drift that would be worth a forward pass."""
+    schemes = [plan.scheme for plan in plans if plan.scheme is not None and plan.scheme.weights.num_bits < 8]
+    recipes = [config.recipe(scheme, True) for scheme in schemes]
     return max((recipe.drift_tokens for recipe in recipes if isinstance(recipe, GPTQ)), default=0.0)
 
 

@@ -18,6 +18,7 @@ quantized.)
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -133,8 +134,9 @@ def stream(
         holdout: Micro-batches whose tokens are summed apart.
         solve: Called with a group and its statistics before any of its Linears runs for the last time. It may replace their
             ``weight`` parameters: what follows then runs on those.
-        drift_tokens: Share of the micro-batches (if not 0: and all held-out ones) that run through the original weights as well,
-            to sum the drift between the two. Where the two take different ways (routed experts), no drift is summed.
+        drift_tokens: Share of the micro-batches (if not 0: at least one, and all held-out ones) that run through the original
+            weights as well, to sum the drift between the two. Where the two take different ways (routed experts), no drift is
+            summed.
         device: Where to sum; each layer's own device by default.
         timings: Seconds by part (``forward``, ``hessian``) are added here.
 
@@ -185,7 +187,7 @@ def stream(
     passes = [start(batch, False) for batch in train] + [start(batch, True) for batch in holdout]
     try:
         for index, one in enumerate(passes):
-            if drift_tokens and (one.held_out or int((index + 1) * drift_tokens) > int(index * drift_tokens)):
+            if drift_tokens and (one.held_out or math.ceil((index + 1) * drift_tokens) > math.ceil(index * drift_tokens)):
                 one.reference = start(one.batch, one.held_out)
                 one.reference.go_on()
             advance(one)
