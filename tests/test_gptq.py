@@ -151,7 +151,7 @@ def test_a_layer_makes_up_for_the_drift_of_its_input(name):
     H = x.t() @ x
     ridge = 4 * k / 4000 * H.diagonal().mean() * torch.eye(k)
     expected = torch.linalg.solve(H + ridge, x.t() @ (r - x) @ W.t()).t() * solution.drift_strength
-    assert (solution.target - W - expected).norm() < 0.02 * expected.norm()  # drift is summed from bfloat16 products
+    assert (solution.target - W - expected).norm() < 0.05 * expected.norm()  # drift is summed from bfloat16 products
 
 
 def test_drift_that_held_out_tokens_do_not_show_is_not_corrected():
