@@ -165,7 +165,14 @@ def test_modules_used_several_times_accumulate_and_are_solved_once() -> None:
         "ffn_output",
     ]
     solved: list[tuple[str, int]] = []
-    stream(model, layers, groups, batches(2), [], lambda group: solved.append((group.names[0], group.train.num_tokens)))
+
+    def solve(group: Group) -> None:
+        assert group.train is not None
+        solved.append((group.names[0], group.train.num_tokens))
+        assert group.train.drift_tokens == group.train.num_tokens  # at every visit
+        halve(layers, group.names)
+
+    stream(model, layers, groups, batches(2), [], solve, drift_tokens=1)
     assert len(solved) == len({name for name, _ in solved}) == len(groups)
     for name, num_tokens in solved:
         assert num_tokens == (2 if "albert_layer_groups" in name else 1) * 2 * 2 * 9

@@ -179,7 +179,8 @@ def stream(
         met = other is not None and (other.waiting, other.visits[one.waiting]) == (one.waiting, one.visits[one.waiting])
         with _timed(timings, "hessian"):
             _add(leaders[one.waiting], one, other.input if met and other is not None else None, device)
-        if met and other is not None and order[one.waiting] != last:  # past this group while its weights are the original ones
+        at_the_end = order[one.waiting] == last and one.visits[one.waiting] >= leaders[one.waiting].calls
+        if met and other is not None and not at_the_end:  # past this group while its weights are the original ones
             with _timed(timings, "forward"):
                 other.go_on()
 
