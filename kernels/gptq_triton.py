@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+
+from torchq.kernels.gptq import Block
 
 BLOCK_J = 128  # the most columns of a block
 
@@ -61,34 +64,22 @@ def _round_kernel(
         v += tl.where(columns > j, u, 0.0)[:, None] * error[None, :]
 
 
-def launch(
-    V: Tensor,
-    W: Tensor,
-    U: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    groups: Tensor,
-    quant_min: int,
-    quant_max: int,
-    codes: Tensor,
-    E: Tensor,
-    *,
-    block_n: int = 32,
-) -> None:
-    """As :func:`torchq.kernels.gptq.reference`, for at most ``BLOCK_J`` columns; ``groups`` may be on the device."""
+def launch(block: Block, *, block_n: int = 32) -> None:
+    """As :func:`torchq.kernels.gptq.reference`, in one launch of a Triton kernel; at most ``BLOCK_J`` columns."""
+    V, U, codes, E, zeros = block.V, block.U, block.codes, block.E, block.zeros
     count, batch, n = V.shape
     assert count <= BLOCK_J and V.stride(2) == 1
-    W, scales = W.contiguous(), scales.contiguous()
+    W, scales = block.W.contiguous(), block.scales.contiguous()
     assert codes.is_contiguous() and E.is_contiguous()
     device = V.device
-    with torch.cuda.device(device) if device.type == "cuda" else torch.device(device):
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         _round_kernel[(triton.cdiv(n, block_n), batch)](
             V,
             W,
             U,
             scales,
             scales if zeros is None else zeros.contiguous(),
-            groups.to(device, torch.int32),
+            block.groups.to(device, torch.int32),
             codes,
             E,
             count,
@@ -99,8 +90,8 @@ def launch(
             U.stride(1),
             U.stride(2),
             codes.stride(0),
-            QUANT_MIN=float(quant_min),
-            QUANT_MAX=float(quant_max),
+            QUANT_MIN=float(block.args.quant_min),
+            QUANT_MAX=float(block.args.quant_max),
             HAS_ZEROS=zeros is not None,
             BLOCK_J=BLOCK_J,
             BLOCK_N=block_n,

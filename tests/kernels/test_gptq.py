@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchq import GPTQ, numerics
+from torchq import GPTQ, QuantArgs, numerics
 from torchq.algorithms import gptq as algorithm
 from torchq.kernels import gptq, gptq_triton
 from torchq.scheme import resolve_scheme
 
+W4 = QuantArgs(4)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -34,11 +35,11 @@ def block(columns: int, batch: int, n: int, zeros: bool, num_groups: int = 3) ->
     return tuple(x.to(DEVICE) if isinstance(x, Tensor) and x is not groups else x for x in (V, W, U, scales, z, groups))
 
 
-def both(arguments: tuple[Any, ...], quant_min: int, quant_max: int) -> list[tuple[Tensor, Tensor]]:
+def both(arguments: tuple[Any, ...]) -> list[tuple[Tensor, Tensor]]:
     results = []
     for function in (gptq.reference, gptq_triton.launch):
         codes, E = torch.full_like(arguments[0].contiguous(), 77), torch.full_like(arguments[0].contiguous(), 77)
-        function(arguments[0].clone(), *arguments[1:], quant_min, quant_max, codes, E)
+        function(gptq.Block(arguments[0].clone(), *arguments[1:], W4, codes, E))
         results.append((codes, E))
     return results
 
@@ -46,7 +47,7 @@ def both(arguments: tuple[Any, ...], quant_min: int, quant_max: int) -> list[tup
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("columns", "batch", "n"), [(1, 1, 1), (16, 1, 33), (128, 1, 40), (40, 3, 7), (128, 2, 64)])
 def test_the_kernel_is_the_loop(columns: int, batch: int, n: int, zeros: bool) -> None:
-    (codes, E), (kernel_codes, kernel_E) = both(block(columns, batch, n, zeros), -8, 7)
+    (codes, E), (kernel_codes, kernel_E) = both(block(columns, batch, n, zeros))
     different = (codes != kernel_codes).any(0)  # a value between two codes may go either way, and with it what follows
     assert different.float().mean() < 0.02
     same = ~different
@@ -56,16 +57,16 @@ def test_the_kernel_is_the_loop(columns: int, batch: int, n: int, zeros: bool) -
 
 def test_a_wrong_factor_is_seen() -> None:
     arguments = block(64, 1, 32, False)
-    (codes, _), (kernel_codes, _) = both(arguments, -8, 7)
+    (codes, _), (kernel_codes, _) = both(arguments)
     assert torch.equal(codes, kernel_codes)
     arguments[2][0, 3, 4] += 1.0
-    assert not torch.equal(both(arguments, -8, 7)[1][0], codes)
+    assert not torch.equal(both(arguments)[1][0], codes)
 
 
 def test_halves_go_to_the_even_code() -> None:
     W = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 6.5, 7.5, 100.0, -100.0]], device=DEVICE)
     U, scales = torch.ones(1, 1, 1, device=DEVICE), torch.ones(1, 10, device=DEVICE)
-    for codes, _ in both((W.unsqueeze(1), W, U, scales, None, torch.zeros(1, dtype=torch.int64)), -8, 7):
+    for codes, _ in both((W.unsqueeze(1), W, U, scales, None, torch.zeros(1, dtype=torch.int64))):
         assert codes.flatten().tolist() == [0, 2, 2, 0, -2, -2, 6, 7, 7, -8]
 
 
@@ -78,7 +79,7 @@ def test_a_whole_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     scale, _ = numerics.choose_qparams(W, scheme.weights)
     results = []
     for function in (gptq.reference, gptq_triton.launch):
-        monkeypatch.setattr(algorithm, "round_block", function)
+        monkeypatch.setattr(algorithm, "rounding_of", lambda device, function=function: function)
         results.append(algorithm.round_columns(W, factor.U, factor.order, scale, None, scheme))
     assert (results[0] != results[1]).float().mean() < 5e-3
     assert GPTQ().actorder == "static" and not torch.equal(factor.order, torch.arange(k, device=DEVICE))

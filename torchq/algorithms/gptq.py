@@ -28,7 +28,7 @@ from torch import Tensor
 from torchq import numerics
 from torchq.algorithms.rtn import signed_scales
 from torchq.calibration.statistics import InputStatistics
-from torchq.kernels.gptq import make_up, round_block
+from torchq.kernels.gptq import Block, make_up, rounding_of
 from torchq.linear import QuantizedWeight
 from torchq.scheme import Scheme
 
@@ -151,11 +151,12 @@ def round_columns(W: Tensor, U: Tensor, order: Tensor, scale: Tensor, zero_point
     zeros = None if zero_point is None else zero_point.t().contiguous()
     W, U = W.t()[order], U.view(batch, k, k)
     E, codes = (torch.empty(k, batch, n, device=W.device) for _ in range(2))
+    round_block = rounding_of(W.device)
     for start in range(0, k, _BLOCK):
         block = slice(start, min(start + _BLOCK, k))
         V = make_up(W[block].unsqueeze(1).expand(-1, batch, n), U[:, :start, block], E[:start])
-        within = W[block], U[:, block, block], scales, zeros, groups[block]
-        round_block(V, *within, args.quant_min, args.quant_max, codes[block], E[block])
+        diagonal = U[:, block, block]
+        round_block(Block(V, W[block], diagonal, scales, zeros, groups[block], args, codes[block], E[block]))
     result = torch.empty(batch, n, k, dtype=torch.int8, device=W.device)
     result[:, :, order] = codes.permute(1, 2, 0).to(torch.int8)
     return result.view(*batches, n, k)
@@ -294,17 +295,19 @@ class GroupSolver:
         z = None if zero_point is None else zero_point.float().reshape(weight.shape[0], -1)
         factor = self._choose_factor(W, s, z, scheme)
         q = round_columns(W, factor.U, factor.order, s, z, scheme)
+        least = self._held_out_error(W, q, s, z, scheme)
         for sweep in range(settings.refine + 1):
-            better = q if sweep == 0 else refine_codes(W, q, s, z, self.train.H, factor.dampening_frac, scheme)
-            fitted = s
+            codes, fitted = q, s
+            if sweep > 0:
+                codes = refine_codes(W, q, s, z, self.train.H, factor.dampening_frac, scheme)
             if settings.refit:
-                fitted = refit_scales(W, better, s, z, self.train.H, factor.dampening_frac)
+                fitted = refit_scales(W, codes, s, z, self.train.H, factor.dampening_frac)
                 fitted = numerics.representable_scale(fitted, scale, args).float()
-            if self._held_out_error(W, better, fitted, z, scheme) >= self._held_out_error(W, q, s, z, scheme):
-                if sweep:
-                    break
-                continue
-            q, s = better, fitted
+            error = self._held_out_error(W, codes, fitted, z, scheme)
+            if error < least:
+                q, s, least = codes, fitted, error
+            elif sweep > 0:
+                break
         quantized = QuantizedWeight(q, s.to(scale.dtype).reshape(scale.shape), zero_point, scheme)
         return Solution(quantized, W, factor, strength)
 
