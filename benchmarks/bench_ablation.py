@@ -20,9 +20,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from bench_quantize import Quality, add_options, evaluate, load_float32, model_folder, spread_windows, texts_of
+from bench_quantize import Quality, add_options, evaluate, load_float32, prepare
 from common import console, machine, print_table, save_results
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from torchq import GPTQ, RTN, QuantConfig, quantize_, save_pretrained
 from torchq.algorithms import gptq
@@ -77,12 +77,7 @@ def main() -> None:
     recipes = [recipe for recipe in RECIPES if not arguments.only or any(part in recipe.name for part in arguments.only)]
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
-        folder = model_folder(arguments.model, work)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        calibration, texts = texts_of(arguments)
-        rows = spread_windows(tokenizer, calibration, arguments.samples, arguments.length, arguments.calibration_every)
-        count = arguments.evaluation_tokens // arguments.length
-        windows = {name: spread_windows(tokenizer, text, count, arguments.length) for name, text in texts.items()}
+        folder, rows, windows = prepare(arguments, work)
         seconds = {recipe.name: _quantize(arguments, recipe, folder, rows, work / recipe.name) for recipe in recipes}
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         models = {recipe.name: load_float32(work / recipe.name) for recipe in recipes}

@@ -83,12 +83,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = (arguments.work or Path(temporary)).resolve()
         work.mkdir(parents=True, exist_ok=True)
-        folder = model_folder(arguments.model, work)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        calibration, texts = texts_of(arguments)
-        rows = spread_windows(tokenizer, calibration, arguments.samples, arguments.length, arguments.calibration_every)
-        count = arguments.evaluation_tokens // arguments.length
-        windows = {name: spread_windows(tokenizer, text, count, arguments.length) for name, text in texts.items()}
+        folder, rows, windows = prepare(arguments, work)
         tokens_path = work / "calibration.json"
         tokens_path.write_text(json.dumps(rows))
         results, problems = _run_all(arguments, folder, tokens_path, work)
@@ -155,7 +150,17 @@ def _pairs(parser: argparse.ArgumentParser, option: str, items: list[str]) -> di
 # -------------------------------------------------------------------------------------------------------------- model and tokens
 
 
-def model_folder(model: str | None, work: Path) -> Path:
+def prepare(arguments: argparse.Namespace, work: Path) -> tuple[Path, list[list[int]], dict[str, list[list[int]]]]:
+    """Return the model's folder, windows of token ids to calibrate with, and those to evaluate on by the name of their text."""
+    folder = _model_folder(arguments.model, work)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    calibration, texts = _texts(arguments)
+    rows = spread_windows(tokenizer, calibration, arguments.samples, arguments.length, arguments.calibration_every)
+    count = arguments.evaluation_tokens // arguments.length
+    return folder, rows, {name: spread_windows(tokenizer, text, count, arguments.length) for name, text in texts.items()}
+
+
+def _model_folder(model: str | None, work: Path) -> Path:
     """Return the model as a transformers folder, written in its 16 bits where it is none yet."""
     if model is not None and Path(model).is_dir():
         return Path(model).resolve()
@@ -168,7 +173,7 @@ def model_folder(model: str | None, work: Path) -> Path:
     return folder
 
 
-def texts_of(arguments: argparse.Namespace) -> tuple[str, dict[str, str]]:
+def _texts(arguments: argparse.Namespace) -> tuple[str, dict[str, str]]:
     """Return the text to calibrate with, and those to evaluate on, by name."""
     topics = english_text()
     half = len(topics) // 2
