@@ -13,8 +13,8 @@ _BLOCK = 96, 512  # least and most rows of H at a time: only blocks on and above
 class InputStatistics:
     """Sums over the tokens that Linears reading one tensor have seen.
 
-    Sums are float32, and so are products, but for those of drift: devices that multiply bfloat16 take it for them, twice as fast,
-    and round to it once for each micro-batch. (H would not stay positive definite.)
+    Sums are float32, and so are products, but for those of drift: devices that multiply bfloat16 take it for them, and round
+    to it once for each micro-batch. (H, which is factorised, would not stay positive definite.)
 
     Attributes:
         H: [K, K] float32, the sum (never a running mean) of x xT. Complete after :meth:`finish`.
