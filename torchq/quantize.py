@@ -157,8 +157,8 @@ def _check_recipes(todo: list[LayerPlan], recipes: dict[int, RTN | GPTQ], calibr
     gptq = [plan for plan in todo if isinstance(recipes[id(plan)], GPTQ)]
     if gptq and calibration is None:
         raise ValueError(
-            "algorithm='gptq' needs calibration data: pass quantize_(..., calibration=texts, tokenizer=tokenizer), or use "
-            "algorithm='rtn'"
+            "algorithm='gptq' needs calibration data: pass quantize_(..., calibration=texts, tokenizer=tokenizer) "
+            "(--calibration FILE on the command line), or use algorithm='rtn'"
         )
     for plan in gptq:
         assert plan.scheme is not None
