@@ -1,8 +1,7 @@
 """The columns of one block of GPTQ: round one, take its error to those after it, go on.
 
 ``reference`` is a loop of PyTorch calls for each column; on CUDA they would be thousands of launches for a weight, and the
-kernel in ``gptq_triton.py`` does a block in one. Shapes: J columns of a block, B weights that are rounded at once (each with a
-factor of its own), N rows, G groups.
+kernel in ``gptq_triton.py`` does a block in one. Shapes: J columns of a block, N rows, G groups.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ class Block:
     """What rounding a block of columns takes and gives.
 
     Attributes:
-        V: [J, B, N] float32, the columns made up for the errors of all blocks before; may be overwritten.
+        V: [J, N] float32, the columns made up for the errors of all columns outside the block; may be overwritten.
         W: [J, N] float32, the columns.
-        U: [B, J, J] float32, the block on the diagonal of each factor (unit upper triangular).
+        U: [J, J] float32: what an error of column i makes of column j; only entries above the diagonal count.
         scales: [G, N] float32.
         zeros: [G, N] float32, or None.
         groups: [J] int64, which group a column belongs to; on the CPU.
         args: Least and largest code.
-        codes: [J, B, N] float32, contiguous, written: the codes.
-        E: [J, B, N] float32, contiguous, written: W less what the codes stand for.
+        codes: [J, N] float32, contiguous, written: the codes.
+        E: [J, N] float32, contiguous, written: W less what the codes stand for.
     """
 
     V: Tensor
@@ -56,27 +55,24 @@ def rounding_of(device: torch.device) -> Callable[[Block], None]:
 
 def reference(block: Block) -> None:
     """Round the columns of a block by a loop of PyTorch calls."""
-    V, W, U, scales, zeros, codes, E = block.V, block.W, block.U, block.scales, block.zeros, block.codes, block.E
+    V, U, E = block.V, block.U, block.E
     quant_min, quant_max = block.args.quant_min, block.args.quant_max
-    count, index = V.shape[0], block.groups.tolist()
-    spread = U.permute(1, 2, 0).unsqueeze(3)  # [j, i, B, 1]
-    for first in range(0, count, INNER):
-        last = min(first + INNER, count)
-        v = make_up(V[first:last], U[:, :first, first:last], E[:first])
-        for j in range(first, last):
-            s, code, error = scales[index[j]], codes[j], E[j]
-            torch.div(v[j - first], s, out=code)
-            if zeros is None:
-                code.round_().clamp_(quant_min, quant_max)
-                torch.addcmul(W[j], code, s, value=-1, out=error)
-            else:
-                z = zeros[index[j]]
-                code.add_(z).round_().clamp_(quant_min, quant_max)
-                torch.addcmul(W[j], code - z, s, value=-1, out=error)
-            if j + 1 < last:
-                v[j + 1 - first :].addcmul_(spread[j, j + 1 : last], error)
-
-
-def make_up(V: Tensor, U: Tensor, E: Tensor) -> Tensor:
-    """V + UT E for each of the batch: V [J, B, N], U [B, I, J], E [I, B, N]."""
-    return torch.baddbmm(V.transpose(0, 1), U.transpose(1, 2), E.transpose(0, 1)).transpose(0, 1)
+    columns = zip(block.W.unbind(0), block.codes.unbind(0), E.unbind(0), U.unsqueeze(2).unbind(0), strict=True)
+    scales = block.scales.unbind(0)
+    zeros = None if block.zeros is None else block.zeros.unbind(0)
+    count, groups = V.shape[0], block.groups.tolist()
+    for j, (w, code, error, u) in enumerate(columns):
+        if j % INNER == 0:
+            first, last = j, min(j + INNER, count)
+            v = torch.addmm(V[first:last], U[:first, first:last].t(), E[:first]) if j else V[:last]
+        s = scales[groups[j]]
+        torch.div(v[j - first], s, out=code)
+        if zeros is None:
+            code.round_().clamp_(quant_min, quant_max)
+            torch.addcmul(w, code, s, value=-1, out=error)
+        else:
+            z = zeros[groups[j]]
+            code.add_(z).round_().clamp_(quant_min, quant_max)
+            torch.addcmul(w, code - z, s, value=-1, out=error)
+        if j + 1 < last:
+            v[j + 1 - first :].addcmul_(u[j + 1 : last], error)

@@ -26,23 +26,19 @@ def _round_kernel(
     count,
     n,
     v_stride_j,
-    v_stride_b,
-    u_stride_b,
     u_stride_j,
     u_stride_i,
-    out_stride_j,
     QUANT_MIN: tl.constexpr,
     QUANT_MAX: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: all columns of the block, for BLOCK_N rows of one weight of the batch; V stays in registers."""
-    batch = tl.program_id(1).to(tl.int64)
+    """One program: all columns of the block, for BLOCK_N rows; V stays in registers."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_J)
     inside = rows < n
-    place = columns[:, None] * v_stride_j + batch * v_stride_b + rows[None, :]
+    place = columns[:, None] * v_stride_j + rows[None, :]
     v = tl.load(v_ptr + place, mask=(columns < count)[:, None] & inside[None, :], other=0.0)
     for j in range(count):
         now = tl.sum(tl.where((columns == j)[:, None], v, 0.0), axis=0)
@@ -57,23 +53,23 @@ def _round_kernel(
         code = tl.minimum(tl.maximum(code, QUANT_MIN), QUANT_MAX)
         code = (code + 12582912.0) - 12582912.0  # 1.5 * 2**23: to the nearest integer, halves to even
         error = w - (code - z) * s
-        out = j * out_stride_j + batch * n + rows
+        out = j * n + rows
         tl.store(code_ptr + out, code, mask=inside)
         tl.store(error_ptr + out, error, mask=inside)
-        u = tl.load(u_ptr + batch * u_stride_b + j * u_stride_j + columns * u_stride_i, mask=columns < count, other=0.0)
+        u = tl.load(u_ptr + j * u_stride_j + columns * u_stride_i, mask=columns < count, other=0.0)
         v += tl.where(columns > j, u, 0.0)[:, None] * error[None, :]
 
 
 def launch(block: Block, *, block_n: int = 32) -> None:
     """As :func:`torchq.kernels.gptq.reference`, in one launch of a Triton kernel; at most ``BLOCK_J`` columns."""
     V, U, codes, E, zeros = block.V, block.U, block.codes, block.E, block.zeros
-    count, batch, n = V.shape
-    assert count <= BLOCK_J and V.stride(2) == 1
+    count, n = V.shape
+    assert count <= BLOCK_J and V.stride(1) == 1
     W, scales = block.W.contiguous(), block.scales.contiguous()
     assert codes.is_contiguous() and E.is_contiguous()
     device = V.device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        _round_kernel[(triton.cdiv(n, block_n), batch)](
+        _round_kernel[(triton.cdiv(n, block_n),)](
             V,
             W,
             U,
@@ -85,11 +81,8 @@ def launch(block: Block, *, block_n: int = 32) -> None:
             count,
             n,
             V.stride(0),
-            V.stride(1),
             U.stride(0),
             U.stride(1),
-            U.stride(2),
-            codes.stride(0),
             QUANT_MIN=float(block.args.quant_min),
             QUANT_MAX=float(block.args.quant_max),
             HAS_ZEROS=zeros is not None,

@@ -110,6 +110,7 @@ def test_group_size_of_overrides():
         ({"algorithm": "smoothquant"}, NotImplementedError, r"algorithm='smoothquant' is not supported yet; supported: .*'auto'"),
         ({"algorithm": "AWQ"}, NotImplementedError, r"algorithm='AWQ' is not supported yet; supported: .*'auto', 'rtn', 'gptq'"),
         ({"algorithm": "hqq"}, ValueError, r"algorithm='hqq' is unknown; supported: .*'rtn', 'gptq'\), RTN\(...\) or GPTQ"),
+        ({"calibration_dtype": "int8"}, ValueError, r"calibration_dtype must be one of .*'bfloat16'\), got 'int8'"),
         ({"propagate": "both"}, ValueError, r"propagate must be one of \('true_sequential', 'float'\), got 'both'"),
         ({"algorithm": None}, TypeError, r"algorithm must be one of .*, RTN\(...\) or GPTQ\(...\), got NoneType"),
         ({"algorithm": [RTN()]}, TypeError, r"algorithm must be one of .*, RTN\(...\) or GPTQ\(...\), got list"),

@@ -106,11 +106,11 @@ def test_a_name_a_scheme_and_a_config_mean_the_same() -> None:
 
 def test_settings_of_the_rounding_are_used() -> None:
     errors = {}
-    for search in ("mse", "absmax"):
-        report = quantize_(tiny_llama(), QuantConfig("W4A16", group_size=32, algorithm=RTN(scale_search=search)))
+    for recipe in (RTN(norm=2), RTN(), RTN("absmax")):
+        report = quantize_(tiny_llama(), QuantConfig("W4A16", group_size=32, algorithm=recipe))
         errors[report.algorithm] = report.mean_relative_error
-    assert errors.keys() == {"RTN, mse scales", "RTN, absmax scales"}
-    assert errors["RTN, mse scales"] < errors["RTN, absmax scales"]
+    assert errors.keys() == {"RTN, mse scales", "RTN, |error|^3 scales", "RTN, absmax scales"}
+    assert errors["RTN, mse scales"] < errors["RTN, |error|^3 scales"] < errors["RTN, absmax scales"]
 
 
 def test_only_what_is_quantized_changes() -> None:

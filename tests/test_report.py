@@ -55,7 +55,9 @@ def test_summary_says_what_was_left_out_and_why() -> None:
     _, report = report_of(ignore=["lm_head", "re:.*down_proj"])
     report.warnings.append("mind the gap")
     lines = report.summary().splitlines()
-    assert lines[0].startswith("W4A16 (RTN, mse scales): 12 layers quantized, 63.4% of 90,432 parameters at 5.00 bits per weight")
+    assert lines[0].startswith(
+        "W4A16 (RTN, |error|^3 scales): 12 layers quantized, 63.4% of 90,432 parameters at 5.00 bits per weight"
+    )
     assert "  3 ignored: in ignore (27.2% of the parameters)" in lines
     assert "  1 ignored: not targeted (9.1% of the parameters)" in lines
     assert lines[-1] == "  warning: mind the gap"

@@ -104,6 +104,20 @@ def test_search_beats_absmax(name):
     assert quantize_weight(w, scheme)[1] < 0.99 * quantize_weight(w, scheme, RTN("absmax"))[1]
 
 
+@pytest.mark.parametrize("name", ["W4A16", "W4A16_ASYM", "W3A16"])
+def test_the_search_minimises_the_norm_it_is_asked_for(name):
+    scheme, w, importance = resolve_scheme(name, 64), example(64, 256, torch.float32) ** 3, torch.linspace(0.1, 2, 256)
+    norms = (2.0, 2.5, 3.0, 4.0)
+    for weights in (None, importance):
+        found = [quantize_weight(w, scheme, RTN(norm=norm), weights)[0] for norm in norms]
+        wrong = [numerics.dequantize(f.q, f.scale, f.zero_point, scheme.weights) - w for f in found]
+        for index, norm in enumerate(norms):
+            errors = [float((e.abs() ** norm * (1 if weights is None else weights)).sum()) for e in wrong]
+            assert errors[index] <= 1.005 * min(errors) and errors[index] < max(errors)
+        by_default, _ = quantize_weight(w, scheme, importance=weights)
+        assert same(by_default, found[2 if weights is None else 0])
+
+
 def test_scales_are_positive_where_activations_are_quantized():
     assert (quantize_weight(example(), SCHEMES["W8A8"])[0].scale > 0).all()
     assert (quantize_weight(example(), resolve_scheme("W8A16", 32))[0].scale < 0).any()
@@ -139,6 +153,8 @@ def test_no_gradient_is_recorded():
 
 
 def test_unknown_search():
+    with pytest.raises(ValueError, match="norm must be at least 1 and finite, or None, got 0"):
+        RTN(norm=0)
     with pytest.raises(ValueError, match="scale_search must be 'mse' or 'absmax', got 'minmax'"):
         RTN("minmax")
 

@@ -14,6 +14,7 @@ DEFAULT_IGNORE = ("lm_head",)
 ALGORITHMS = ("auto", "rtn", "gptq")
 PLANNED_ALGORITHMS = ("awq", "smoothquant")
 PROPAGATE = ("true_sequential", "float")
+CALIBRATION_DTYPES = ("auto", "model", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class QuantConfig:
         kv_cache: Not supported yet; must be None.
         propagate: What a calibrated layer's inputs come from: ``"true_sequential"`` (a model in which every layer before it is
             quantized) or ``"float"`` (the 16-bit model).
+        calibration_dtype: What the products of the calibration's forward pass are computed in: ``"bfloat16"`` (by
+            ``torch.autocast``), ``"model"`` (what the model is in), or ``"auto"``: bfloat16 for float32 models on devices that
+            multiply it, which takes half the time. Statistics are summed, and weights solved, in float32 in any case.
         strict: Raise if any parameter that holds a matrix of a targeted kind (a fused 3-D expert tensor, a subclass of Linear
             with a forward of its own) cannot be quantized, instead of leaving it in 16 bits and reporting it.
 
@@ -55,6 +59,7 @@ class QuantConfig:
     overrides: Mapping[str, str | Scheme | None] = field(default_factory=dict)
     kv_cache: str | None = None
     propagate: str = "true_sequential"
+    calibration_dtype: str = "auto"
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -80,6 +85,8 @@ class QuantConfig:
             raise TypeError(f"algorithm must be one of {ALGORITHMS}, RTN(...) or GPTQ(...), got {got}")
         if self.propagate not in PROPAGATE:
             raise ValueError(f"propagate must be one of {PROPAGATE}, got {self.propagate!r}")
+        if self.calibration_dtype not in CALIBRATION_DTYPES:
+            raise ValueError(f"calibration_dtype must be one of {CALIBRATION_DTYPES}, got {self.calibration_dtype!r}")
         self.resolve()
         object.__setattr__(self, "overrides", dict(self.overrides))
         for pattern in self.overrides:

@@ -163,6 +163,7 @@ def choose_qparams(
     scale_dtype: torch.dtype | None = None,
     signed: bool = True,
     importance: Tensor | None = None,
+    norm: float = 2.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Choose scales and zero points for a weight.
 
@@ -176,6 +177,8 @@ def choose_qparams(
         signed: Whether the search may make symmetric integer scales negative.
         importance: [K], not negative: the search weights the squared error of column k by ``importance[k]``. With the mean
             square of the k-th input it is the expected error of the layer's output, were inputs uncorrelated. None: all alike.
+        norm: What the search minimises is the sum of ``|error| ** norm``: of more than 2, large errors (of weights that the
+            scale clips) count for more.
 
     Returns:
         Scales as :func:`scale_shape`, finite and nonzero also after rounding to ``scale_dtype``, and zero points (int8, same
@@ -188,7 +191,7 @@ def choose_qparams(
         scale, zero_point = _absmax_qparams(groups, args)
     else:
         weights = None if importance is None else _column_weights(importance, args, weight.shape[0])
-        scale, zero_point = _search_qparams(groups, args, signed, scale_dtype, weights)
+        scale, zero_point = _search_qparams(groups, args, signed, scale_dtype, weights, norm)
     scale = _representable(scale, scale_dtype, _reach(args, zero_point)).reshape(shape)
     return scale, None if zero_point is None else zero_point.to(torch.int8).reshape(shape)
 
@@ -247,9 +250,9 @@ def representable_scale(scale: Tensor, like: Tensor, args: QuantArgs) -> Tensor:
 
 
 def _search_qparams(
-    groups: Tensor, args: QuantArgs, signed: bool, scale_dtype: torch.dtype, weights: Tensor | None
+    groups: Tensor, args: QuantArgs, signed: bool, scale_dtype: torch.dtype, weights: Tensor | None, norm: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Search scales for least squared error in float32, a cache-sized chunk of groups at a time."""
+    """Search scales for least error in float32, a cache-sized chunk of groups at a time."""
     rows, num_groups, size = groups.shape
     flat = groups.reshape(rows * num_groups, size)
     scale = torch.empty(flat.shape[0], device=flat.device, dtype=torch.float32)
@@ -260,23 +263,21 @@ def _search_qparams(
         root = None
         if weights is not None:
             root = weights[torch.arange(start, start + chunk.shape[0], device=weights.device) % num_groups]
-        found_scale, found_zero_point = _search_chunk(chunk, args, signed, scale_dtype, root)
+        found_scale, found_zero_point = _search_chunk(_GroupSearch(chunk, args, signed, scale_dtype, root, norm))
         scale[start : start + step] = found_scale
         if zero_point is not None and found_zero_point is not None:
             zero_point[start : start + step] = found_zero_point
     return scale.reshape(rows, num_groups), None if zero_point is None else zero_point.reshape(rows, num_groups)
 
 
-def _search_chunk(
-    w: Tensor, args: QuantArgs, signed: bool, dtype: torch.dtype, root: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Grid search, local refinement, closed-form refit for groups w [B, S] -> scale [B], zero point [B] (float32) or None.
+def _search_chunk(search: _GroupSearch) -> tuple[Tensor, Tensor | None]:
+    """Grid search, local refinement, closed-form refit -> scale [B], zero point [B] (float32) or None.
 
     The first candidate is compressed-tensors' rule and each step keeps the better of old and new, so the result is never
     worse than that rule.
     """
-    search = _GroupSearch(w, args, signed, dtype, root)
-    scale, zero_point = (None if t is None else t.float() for t in _absmax_qparams(w, args))
+    args, signed = search.args, search.signed
+    scale, zero_point = (None if t is None else t.float() for t in _absmax_qparams(search.w, args))
     assert scale is not None
     search.consider(scale / search.base, zero_point)
     points = [*torch.linspace(_GRID_LOW[args.num_bits], 1.0, _GRID_POINTS).tolist(), (1 + _GRID_HIGH) / 2, _GRID_HIGH]
@@ -302,16 +303,18 @@ def _search_chunk(
 
 
 class _GroupSearch:
-    """The best scale (and zero point) found so far for each group of w [B, S], by the squared error of the scale as stored.
+    """The best scale (and zero point) found so far for each group of w [B, S], by the error of the scale as stored.
 
-    ``root`` [B, S] weights the error of each value; None: all alike.
+    ``root`` [B, S], squared, weights the ``|error| ** norm`` of each value; None: all alike.
 
     Scales are multiples, ``factor`` [B], of ``base`` [B], the scale that just fits the group's largest magnitude. Buffers of
     the size of w are reused from candidate to candidate.
     """
 
-    def __init__(self, w: Tensor, args: QuantArgs, signed: bool, dtype: torch.dtype, root: Tensor | None = None) -> None:
-        self.args, self.dtype, self.root = args, dtype, root
+    def __init__(
+        self, w: Tensor, args: QuantArgs, signed: bool, dtype: torch.dtype, root: Tensor | None = None, norm: float = 2.0
+    ) -> None:
+        self.w, self.args, self.signed, self.dtype, self.root, self.norm = w, args, signed, dtype, root, norm
         w = w.float().contiguous()  # the order of a sum, and so a tie, must not depend on strides
         low, high = w.aminmax(dim=-1)
         if args.symmetric:
@@ -340,19 +343,30 @@ class _GroupSearch:
         return (centre - self.middle / factor).round_().clamp_(self.args.quant_min, self.args.quant_max)
 
     def consider(self, factor: Tensor, zero_point: Tensor | None) -> None:
-        """Keep a candidate where it has less squared error."""
+        """Keep a candidate where it has less error."""
         if self.dtype != torch.float32:
             factor = _representable(factor * self.base, self.dtype, _reach(self.args, zero_point)).float() / self.base
         self._round(factor, zero_point)
         self.codes -= self.scaled
-        if self.root is not None:
-            self.codes *= self.root
-        error = torch.linalg.vecdot(self.codes, self.codes) * factor.square()
+        error = self._power() * factor.abs().pow(self.norm)
         better = error < self.error
         self.error = torch.where(better, error, self.error)
         self.factor = torch.where(better, factor, self.factor)
         if zero_point is not None and self.zero_point is not None:
             self.zero_point = torch.where(better, zero_point, self.zero_point)
+
+    def _power(self) -> Tensor:
+        """The sum of each group's weighted ``|codes| ** norm`` [B]; overwrites ``codes``."""
+        if self.norm == 3:  # without powers of floats, which are slow
+            squares = torch.mul(self.codes, self.codes, out=self.scaled)
+            self.codes.abs_()
+        else:
+            squares = self.codes if self.norm == 2 else self.codes.abs_().pow_(self.norm / 2)
+        if self.root is not None:
+            self.codes *= self.root
+            if self.norm == 3:
+                squares *= self.root
+        return torch.linalg.vecdot(squares, self.codes)
 
     def least_squares_factor(self) -> Tensor:
         """The factor that fits the codes of the best candidate best: <u, q - zero_point> / <q - zero_point, q - zero_point>."""

@@ -181,7 +181,10 @@ def _describe(todo: list[LayerPlan], recipes: dict[int, RTN | GPTQ], batches: An
     for plan in todo:
         assert plan.scheme is not None
         recipe = recipes[id(plan)]
-        search = recipe.scale_search if plan.scheme.weights.type == "int" else "absmax"
+        search: str = recipe.scale_search if plan.scheme.weights.type == "int" else "absmax"
+        norm = recipe.norm_for(batches is not None) if isinstance(recipe, RTN) else 2
+        if search == "mse" and norm != 2:
+            search = f"|error|^{norm:g}"
         name = f"RTN, {search} scales"
         if isinstance(recipe, GPTQ):
             damping = "held-out" if recipe.dampening_frac is None else f"{recipe.dampening_frac:g}"

@@ -30,8 +30,8 @@ def _operations(arguments: argparse.Namespace, model: Any) -> dict[str, float]:
     """Floating-point operations of the matrix products that the parts of a calibrated run cannot do without.
 
     Forward: the Linears, of all tokens and of those that run through the original weights, without attention. Hessian: half a
-    product for each group of Linears, a whole one for drift. Solve: five factors of each Hessian, one for drift and its two
-    triangular solves, the errors of all columns, the refit of scales.
+    product for each group of Linears, a whole one for drift. Solve: the factors of each Hessian (six at most), one for drift,
+    the correction of drift, the errors of all columns, the refit of scales.
     """
     import torch
 
@@ -49,7 +49,7 @@ def _operations(arguments: argparse.Namespace, model: Any) -> dict[str, float]:
         k = layers[group.names[0]].in_features
         n = sum(layers[name].out_features for name in group.names)
         hessian += k * k * (tokens + 2 * drift)
-        solve += 6 * k**3 / 3 + n * k * k * (2 + 2 + 1 + 4)
+        solve += 7 * k**3 / 3 + n * k * k * (2 + 1 + 4) + min(n, k) * k * k * 2
     return {"forward": forward, "hessian": hessian, "solve": solve}
 
 

@@ -21,8 +21,8 @@ def test_less_output_error_than_nearest_rounding_in_every_layer(scheme: str, mon
     found: list[tuple[float, float, float]] = []
     solve = GroupSolver.solve
 
-    def compare(self: GroupSolver, weight: Tensor, of: Scheme) -> Solution:
-        solution = solve(self, weight, of)
+    def compare(self: GroupSolver, weight: Tensor, of: Scheme, **options: bool) -> Solution:
+        solution = solve(self, weight, of, **options)
         nearest, _ = quantize_weight(solution.target, of, RTN(), self.train.mean_square)
         plain, _ = quantize_weight(solution.target, of, RTN())
         assert self.holdout is not None

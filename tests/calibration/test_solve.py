@@ -1,6 +1,7 @@
 """quantize_ on calibration data: any architecture, saved and loaded; what it reports and refuses; nothing lost on failure."""
 
 import copy
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,22 @@ def test_architectures_are_calibrated_saved_and_loaded(name: str, dtype: torch.d
     assert torch.equal(run(load_pretrained(tmp_path / "out")), logits)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_float32_models_are_calibrated_in_bfloat16(name: str) -> None:
+    """Other codes here and there, as good ones; the model stays in float32."""
+    states, errors = {}, {}
+    logits = run(build(name, torch.float32))
+    for dtype in ("model", "bfloat16"):
+        model = build(name, torch.float32)
+        quantize_(model, dataclasses.replace(W4, calibration_dtype=dtype), calibration=data(batch_tokens=48))
+        assert {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()} == {torch.float32}
+        states[dtype], errors[dtype] = model.state_dict(), (run(model) - logits).norm().item()
+        assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
+    packed = [key for key in states["model"] if key.endswith("weight_packed")]
+    assert packed and not all(torch.equal(states["model"][key], states["bfloat16"][key]) for key in packed)
+    assert errors["bfloat16"] < 1.3 * errors["model"]
+
+
 def test_less_divergence_than_without_data() -> None:
     """On the calibration distribution, where a random model has nothing else to be good at."""
     base = tiny_llama(hidden_size=128, intermediate_size=256)
@@ -139,8 +156,8 @@ def test_layers_make_up_for_drift_where_asked_and_where_there_is_some(monkeypatc
     seen: list[float | None] = []
     solve = GroupSolver.solve
 
-    def watch(self: GroupSolver, weight: Tensor, scheme: Any) -> Any:
-        solution = solve(self, weight, scheme)
+    def watch(self: GroupSolver, weight: Tensor, scheme: Any, **options: Any) -> Any:
+        solution = solve(self, weight, scheme, **options)
         seen.append(solution.drift_strength)
         return solution
 

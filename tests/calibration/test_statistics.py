@@ -53,7 +53,27 @@ def test_drift_is_summed_over_the_tokens_whose_reference_is_known(dtype):
     X, known, R = x[mask].double(), x[1:][mask[1:]].double(), r[1:][mask[1:]].double()
     assert torch.allclose(statistics.H.double(), X.t() @ X, atol=1e-4)
     assert torch.allclose(statistics.drift_H.double(), known.t() @ known, atol=1e-4)
-    atol = 0.3 if module._multiplies_bfloat16() else 1e-4
+    atol = 0.3 if module.multiplies_bfloat16(x.device) else 1e-4
     assert torch.allclose(statistics.drift.double(), (R - known).t() @ known, rtol=2e-2, atol=atol)
     assert (statistics.num_tokens, statistics.drift_tokens) == (len(X), len(known))
     assert torch.equal(statistics.H, statistics.H.t()) and torch.equal(statistics.drift_H, statistics.drift_H.t())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_faster_products_are_right_and_leave_the_setting_as_it_was(dtype):
+    """Only for 16-bit inputs, of which they are exact, or where float32 ones need not count to their last bit."""
+    backend, seen = torch.backends.mkldnn.matmul, []
+    x = torch.randn(64, 96).to(dtype)
+    for exact in (True, False):
+        statistics = InputStatistics(96, "cpu", exact=exact)
+        before = backend.fp32_precision
+        with module._faster_products(x.device, exact and dtype == torch.float32):
+            seen.append(backend.fp32_precision)
+        statistics.add(x)
+        statistics.finish()
+        assert backend.fp32_precision == before
+        bound = 1e-5 if exact or dtype == torch.bfloat16 else 1e-2
+        expected = x.double().t() @ x.double()
+        assert (statistics.H.double() - expected).abs().max() <= bound * expected.abs().max()
+        assert torch.linalg.eigvalsh(statistics.H.double() + 1e-4 * torch.eye(96)).min() > -1e-3
+    assert seen == ([before, "bf16"] if dtype == torch.float32 else ["bf16", "bf16"])

@@ -20,22 +20,22 @@ fitted to held-out tokens.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from torchq import numerics
 from torchq.algorithms.rtn import signed_scales
-from torchq.calibration.statistics import InputStatistics
-from torchq.kernels.gptq import Block, make_up, rounding_of
+from torchq.calibration.statistics import InputStatistics, multiplies_bfloat16
+from torchq.kernels.gptq import Block, rounding_of
 from torchq.linear import QuantizedWeight
 from torchq.scheme import Scheme
 
-_CANDIDATES = (0.003, 0.01, 0.03, 0.1, 0.3)  # fractions of the mean diagonal that held-out error chooses from
+_CANDIDATES = (0.3, 0.1, 0.03, 0.01, 0.003)  # fractions of the mean diagonal that held-out error chooses from
 _TOLERANCE = 1.05  # the most damping whose held-out error is at most this many times the least: other data differs more
 _SAMPLED_ROWS = 128  # of a weight, for what held-out error decides
-_BATCHED = 2**23  # elements of the factors that are tried at once
 _DRIFT_DAMPING = 4.0  # lam in the correction of drift: this times K / tokens, from 0.01 to 1, times the mean diagonal
 _DRIFT_STRENGTH = 0.5  # alpha where no tokens are held out
 _BLOCK = 128  # columns between two matmuls with all earlier errors
@@ -64,7 +64,7 @@ class GPTQ:
     actorder: str | None = "static"
     scale_search: numerics.ScaleSearch = "mse"
     refit: bool = True
-    drift_tokens: float = 0.25
+    drift_tokens: float = 0.125
     refine: int = 0
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ def factorize(H: Tensor, dampening_frac: float, actorder: str | None = "static")
         SingularHessianError: If all attempts fail; the message says which.
     """
     order = column_order(H, actorder)
-    return _factorize_in_order(H[order.unsqueeze(1), order].flip(0, 1), order, dampening_frac)
+    return _factor_of(_cholesky(_backwards(H, order), dampening_frac), order)
 
 
 def column_order(H: Tensor, actorder: str | None) -> Tensor:
@@ -111,23 +111,42 @@ def column_order(H: Tensor, actorder: str | None) -> Tensor:
     return torch.argsort(diagonal, descending=True, stable=True) if actorder else torch.arange(len(H), device=H.device)
 
 
-def _factorize_in_order(flipped: Tensor, order: Tensor, dampening_frac: float) -> Factor:
-    """``flipped``: H in the order of columns, last row and column first."""
-    mean = float(flipped.diagonal().mean()) or 1.0
+def _backwards(H: Tensor, order: Tensor) -> Tensor:
+    """H in the order of columns, last row and column first: its lower Cholesky factor is R, rows and columns reversed."""
+    last_first = order.flip(0)
+    return H[last_first.unsqueeze(1), last_first]
+
+
+@dataclass(frozen=True)
+class _Cholesky:
+    """The lower factor L of a damped matrix, the damping it took, and a remark if that was not the one asked for."""
+
+    L: Tensor
+    dampening_frac: float
+    note: str | None
+
+
+def _cholesky(H: Tensor, dampening_frac: float) -> _Cholesky:
+    mean = float(H.diagonal().mean()) or 1.0
     ladder = ((torch.float32, 1), (torch.float32, 3), (torch.float32, 9), (torch.float64, 1), (torch.float64, 27))
     attempts = [(dtype, dampening_frac * factor) for dtype, factor in ladder]
     for dtype, fraction in attempts:
-        damped = flipped.to(dtype, copy=True)
+        damped = H.to(dtype, copy=True)
         damped.diagonal().add_(fraction * mean)
         L, info = torch.linalg.cholesky_ex(damped)
         if int(info) == 0 and bool(torch.isfinite(L.diagonal()).all()):
             note = None
             if (dtype, fraction) != attempts[0]:
                 note = f"Hessian factorised in {str(dtype)[6:]} with dampening_frac={fraction:.3g} for {dampening_frac:.3g}"
-            diagonal = L.diagonal().clone()
-            return Factor((L / diagonal).flip(0, 1).float(), diagonal.flip(0).float(), order, fraction, note)
+            return _Cholesky(L, fraction, note)
     tried = ", ".join(f"{str(dtype)[6:]} with {fraction:.3g}" for dtype, fraction in attempts)
     raise SingularHessianError(f"the Hessian stays singular: dampening_frac tried: {tried}")
+
+
+def _factor_of(found: _Cholesky, order: Tensor) -> Factor:
+    diagonal = found.L.diagonal()
+    U = (found.L / diagonal).float().flip(0, 1)
+    return Factor(U, diagonal.flip(0).float(), order, found.dampening_frac, found.note)
 
 
 def round_columns(W: Tensor, U: Tensor, order: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: Scheme) -> Tensor:
@@ -135,31 +154,85 @@ def round_columns(W: Tensor, U: Tensor, order: Tensor, scale: Tensor, zero_point
 
     Args:
         W: [N, K] float32.
-        U: Of the Hessian of its input, see :class:`Factor`: [K, K], or [B, K, K] for the results of several.
+        U: [K, K], of the Hessian of its input, see :class:`Factor`.
         order: [K], of the columns.
         scale: [N, G] float32, nonzero.
         zero_point: [N, G] float32, or None.
         scheme: Integer weights, per group or channel.
 
     Returns:
-        Codes, [N, K] or [B, N, K] int8.
+        Codes, [N, K] int8.
     """
-    args, (n, k), batches = scheme.weights, W.shape, U.shape[:-2]
-    batch = batches.numel()
+    columns = W.t()[order]
+    E = torch.empty_like(columns)
+
+    def made_up(block: slice) -> tuple[Tensor, Tensor]:
+        return torch.addmm(columns[block], U[: block.start, block].t(), E[: block.start]), U[block, block]
+
+    return _round_blocks(columns, E, made_up, order, scale, zero_point, scheme)
+
+
+def refine_codes(
+    W: Tensor, q: Tensor, scale: Tensor, zero_point: Tensor | None, H: Tensor, factor: Factor, scheme: Scheme
+) -> Tensor:
+    """One sweep of coordinate descent: each column's codes are set to the best for all others as they are.
+
+    The best value of column j is w_j + sum_{i != j} (w_i - q_i) H_ij / H_jj: the same recursion as GPTQ's, with H / diag(H) for
+    U, and with the errors that the columns after j have before their turn.
+
+    Args:
+        W: [N, K] float32.
+        q: Codes, [N, K] int8.
+        scale: [N, G] float32, nonzero.
+        zero_point: [N, G] float32, or None.
+        H: [K, K] float32, sum of x xT.
+        factor: Of H: its damping and the order of columns.
+        scheme: Integer weights, per group or channel.
+
+    Returns:
+        Codes, [N, K] int8; tr(dW H dWT) with the damped H is not larger than before.
+    """
+    order = factor.order
+    columns = W.t()[order]
+    E = columns - numerics.dequantize(q, scale, zero_point, scheme.weights).t()[order]
+    damped = H.diagonal() + factor.dampening_frac * H.diagonal().mean()
+
+    def made_up(block: slice) -> tuple[Tensor, Tensor]:
+        now = order[block]
+        U = H[order.unsqueeze(1), now] / damped[now]  # what an error of each column makes of those of the block
+        inside = U[block].clone()
+        U[block].tril_(-1)  # those of earlier columns come when they are rounded
+        return torch.addmm(columns[block], U.t(), E), inside
+
+    return _round_blocks(columns, E, made_up, order, scale, zero_point, scheme)
+
+
+def _round_blocks(
+    columns: Tensor,
+    E: Tensor,
+    made_up: Callable[[slice], tuple[Tensor, Tensor]],
+    order: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    scheme: Scheme,
+) -> Tensor:
+    """Round columns [K, N] block by block.
+
+    ``made_up`` gives those of a block, made up for the errors E [K, N], and what an error inside it makes of later columns.
+    """
+    args, (k, n) = scheme.weights, columns.shape
     groups = order.cpu() // (args.group_size or k)
-    scales = scale.t().contiguous()  # rows [N] of contiguous memory from here on: column j of W is W[j]
+    scales = scale.t().contiguous()
     zeros = None if zero_point is None else zero_point.t().contiguous()
-    W, U = W.t()[order], U.view(batch, k, k)
-    E, codes = (torch.empty(k, batch, n, device=W.device) for _ in range(2))
-    round_block = rounding_of(W.device)
+    codes = torch.empty_like(columns)
+    round_block = rounding_of(columns.device)
     for start in range(0, k, _BLOCK):
         block = slice(start, min(start + _BLOCK, k))
-        V = make_up(W[block].unsqueeze(1).expand(-1, batch, n), U[:, :start, block], E[:start])
-        diagonal = U[:, block, block]
-        round_block(Block(V, W[block], diagonal, scales, zeros, groups[block], args, codes[block], E[block]))
-    result = torch.empty(batch, n, k, dtype=torch.int8, device=W.device)
-    result[:, :, order] = codes.permute(1, 2, 0).to(torch.int8)
-    return result.view(*batches, n, k)
+        V, U = made_up(block)
+        round_block(Block(V, columns[block], U, scales, zeros, groups[block], args, codes[block], E[block]))
+    result = torch.empty(n, k, dtype=torch.int8, device=columns.device)
+    result[:, order] = codes.t().to(torch.int8)
+    return result
 
 
 def refit_scales(
@@ -201,44 +274,6 @@ def refit_scales(
     return torch.where(sound, fitted, scale)
 
 
-def refine_codes(
-    W: Tensor, q: Tensor, scale: Tensor, zero_point: Tensor | None, H: Tensor, dampening_frac: float, scheme: Scheme
-) -> Tensor:
-    """One sweep of coordinate descent: each column's codes are set to the best for all others as they are.
-
-    Args:
-        W: [N, K] float32.
-        q: Codes, [N, K] int8.
-        scale: [N, G] float32, nonzero.
-        zero_point: [N, G] float32, or None.
-        H: [K, K] float32, sum of x xT.
-        dampening_frac: Added to H's diagonal, as a multiple of its mean.
-        scheme: Integer weights, per group or channel.
-
-    Returns:
-        Codes, [N, K] int8; tr(dW H dWT) with the damped H is not larger than before.
-    """
-    args, k = scheme.weights, W.shape[1]
-    spread = torch.arange(k, device=W.device) // (args.group_size or k)
-    scales = scale.t()[spread]
-    zeros = torch.zeros(1, 1, device=W.device).expand(k, 1) if zero_point is None else zero_point.t()[spread]
-    W, codes = W.t(), q.t().float()
-    damping = dampening_frac * H.diagonal().mean()
-    diagonal = H.diagonal() + damping
-    E = W - (codes - zeros) * scales
-    for start in range(0, k, _BLOCK):
-        stop = min(start + _BLOCK, k)
-        F = torch.addmm(E[start:stop], H[start:stop], E, beta=float(damping))  # the block's rows of the damped H times E
-        for j in range(start, stop):
-            old = codes[j].clone()
-            wanted = old + F[j - start] / (diagonal[j] * scales[j])
-            torch.clamp(wanted.round_(), args.quant_min, args.quant_max, out=codes[j])
-            step = (old - codes[j]).mul_(scales[j])  # of E's row j
-            E[j] += step
-            F[j + 1 - start :].addcmul_(H[j + 1 : stop, j, None], step)
-    return codes.t().to(torch.int8)
-
-
 @dataclass(frozen=True)
 class Solution:
     """A quantized weight and how it came about.
@@ -277,15 +312,21 @@ class GroupSolver:
         self.timings = {} if timings is None else timings
         self.holdout = holdout if holdout is not None and holdout.num_tokens else None
         self.order = column_order(train.H, settings.actorder)
-        self._flipped = train.H[self.order.unsqueeze(1), self.order].flip(0, 1)
         self._factor: Factor | None = None
 
     @torch.no_grad()
-    def solve(self, weight: Tensor, scheme: Scheme) -> Solution:
-        """Quantize a weight [N, K], the rows of one Linear or of several."""
+    def solve(self, weight: Tensor, scheme: Scheme, *, last: bool = False) -> Solution:
+        """Quantize a weight [N, K], the rows of one Linear or of several.
+
+        ``last``: none follows, and what the drift was summed in can be freed.
+        """
         args, settings = scheme.weights, self.settings
         importance = self.train.mean_square if settings.scale_search == "mse" else None
         W, strength = self._correct(weight.float())
+        if last:
+            for statistics in (self.train, self.holdout):
+                if statistics is not None:
+                    statistics.drift = statistics.drift_H = None
         begun = time.perf_counter()
         scale, zero_point = numerics.choose_qparams(
             W.to(weight.dtype), args, settings.scale_search, signed=signed_scales(scheme), importance=importance
@@ -293,13 +334,13 @@ class GroupSolver:
         self.timings["scales"] = self.timings.get("scales", 0.0) + time.perf_counter() - begun
         s = scale.float().reshape(weight.shape[0], -1)
         z = None if zero_point is None else zero_point.float().reshape(weight.shape[0], -1)
-        factor = self._choose_factor(W, s, z, scheme)
+        factor = self._choose_factor(s, scheme)
         q = round_columns(W, factor.U, factor.order, s, z, scheme)
         least = self._held_out_error(W, q, s, z, scheme)
         for sweep in range(settings.refine + 1):
             codes, fitted = q, s
             if sweep > 0:
-                codes = refine_codes(W, q, s, z, self.train.H, factor.dampening_frac, scheme)
+                codes = refine_codes(W, q, s, z, self.train.H, factor, scheme)
             if settings.refit:
                 fitted = refit_scales(W, codes, s, z, self.train.H, factor.dampening_frac)
                 fitted = numerics.representable_scale(fitted, scale, args).float()
@@ -316,10 +357,11 @@ class GroupSolver:
         if self.train.drift is None or self.train.drift_H is None or not self.settings.drift_tokens:
             return W, None
         fraction = min(max(_DRIFT_DAMPING * W.shape[1] / self.train.drift_tokens, 0.01), 1.0)
-        factor = factorize(self.train.drift_H, fraction, None)
-        R, step = factor.U * factor.diagonal, W @ self.train.drift  # times the inverse of R RT
-        step = torch.linalg.solve_triangular(R.t(), step, upper=False, left=False)
-        step = torch.linalg.solve_triangular(R, step, upper=True, left=False)
+        L = _cholesky(self.train.drift_H, fraction).L.float()
+        if W.shape[0] > W.shape[1]:
+            step = _product(W, torch.cholesky_solve(self.train.drift.t(), L).t())
+        else:
+            step = torch.cholesky_solve(_product(W, self.train.drift).t(), L).t()
         strength = _DRIFT_STRENGTH
         if self.holdout is not None and self.holdout.drift is not None and self.holdout.drift_H is not None:
             some, wanted = step[sample_rows(step)], W[sample_rows(W)] @ self.holdout.drift
@@ -333,42 +375,53 @@ class GroupSolver:
         restored = numerics.dequantize(q[rows], s[rows], None if z is None else z[rows], scheme.weights)
         return output_error(restored.float() - W[rows], (self.holdout or self.train).H)
 
-    def _choose_factor(self, W: Tensor, s: Tensor, z: Tensor | None, scheme: Scheme) -> Factor:
+    def _choose_factor(self, s: Tensor, scheme: Scheme) -> Factor:
         if self._factor is None:  # else chosen by the first Linear of this input
-            fixed = self.settings.dampening_frac or (0.05 if self.holdout is None else None)
-            if fixed is not None:
-                self._factor = _factorize_in_order(self._flipped, self.order, fixed)
-            else:
-                rows = sample_rows(W)
-                self._factor = self._try_factors(W[rows], s[rows], None if z is None else z[rows], scheme)
+            backwards = _backwards(self.train.H, self.order)
+            fraction = self.settings.dampening_frac or (0.05 if self.holdout is None else None)
+            if fraction is None:
+                fraction = self._choose_damping(backwards, s, scheme)
+            self._factor = _factor_of(_cholesky(backwards, fraction), self.order)
         return self._factor
 
-    def _try_factors(self, W: Tensor, s: Tensor, z: Tensor | None, scheme: Scheme) -> Factor:
-        """The one of the most damping with about the least error on held-out tokens."""
+    def _choose_damping(self, backwards: Tensor, s: Tensor, scheme: Scheme) -> float:
+        """The most damping with about the least error on held-out tokens.
+
+        Nothing is rounded for it: what rounding leaves of a column, V - q, is as good as uniform in a step of its scale,
+        whatever the damping, and the errors that GPTQ makes of these, E U = V - q, are the solution of a triangular system.
+        """
         assert self.holdout is not None
-        tried: list[tuple[float, Factor]] = []
-        at_once = max(_BATCHED // self.train.H.numel(), 1)
-        for begin in range(0, len(_CANDIDATES), at_once):
-            some = _CANDIDATES[begin : begin + at_once]
-            U = self._flipped.new_empty(len(some), *self._flipped.shape)
-            factors = []
-            for fraction, place in zip(some, U, strict=True):
-                factor = _factorize_in_order(self._flipped, self.order, fraction)
-                factors.append(replace(factor, U=place.copy_(factor.U)))
-            codes = round_columns(W, U, self.order, s, z, scheme)
-            for factor, q in zip(factors, codes, strict=True):
-                error = output_error(numerics.dequantize(q, s, z, scheme.weights) - W, self.holdout.H)
-                tried.append((error, factor))
-        limit = _TOLERANCE * min(error for error, _ in tried)
-        best = next(factor for error, factor in reversed(tried) if error <= limit)
-        return replace(best, U=best.U.clone())  # and not the memory of all
+        last_first, k = self.order.flip(0), len(self.order)
+        some = s[sample_rows(s, _SAMPLED_ROWS // 2)].abs().repeat_interleave(k // s.shape[1], dim=1)[:, last_first]
+        left = torch.rand(some.shape, generator=torch.Generator().manual_seed(0)).to(s.device).sub_(0.5).mul_(some)
+        tried: list[tuple[float, float]] = []
+        for fraction in _CANDIDATES:
+            try:
+                L = _cholesky(backwards, fraction).L.float()
+            except SingularHessianError:
+                if not tried:
+                    raise
+                break
+            E = torch.empty_like(left)
+            E[:, last_first] = torch.linalg.solve_triangular(L, left * L.diagonal(), upper=False, left=False)
+            error = output_error(E, self.holdout.H)
+            tried.append((error, fraction))
+            if error > min(tried)[0]:
+                break  # and with less damping it rises further
+        limit = _TOLERANCE * min(tried)[0]
+        return next(fraction for error, fraction in tried if error <= limit)
 
 
-def sample_rows(W: Tensor) -> slice:
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Product in float32, of bfloat16 operands where the device multiplies those: for what is known to two digits only."""
+    return (a.bfloat16() @ b.bfloat16()).float() if multiplies_bfloat16(a.device) else a @ b
+
+
+def sample_rows(W: Tensor, most: int = _SAMPLED_ROWS) -> slice:
     """Rows that speak for a weight."""
-    return slice(None, None, -(-W.shape[0] // _SAMPLED_ROWS))
+    return slice(None, None, -(-W.shape[0] // most))
 
 
 def output_error(dW: Tensor, H: Tensor) -> float:
     """Return tr(dW H dWT), the summed squared error of the outputs of a layer whose weight is off by dW [N, K]."""
-    return float(torch.einsum("nk,nk->", dW @ H, dW))
+    return float((dW @ H).mul_(dW).sum())

@@ -18,7 +18,7 @@ from torchq._undo import UndoLog
 from torchq.algorithms.gptq import GPTQ, GroupSolver, SingularHessianError, output_error, sample_rows
 from torchq.algorithms.rtn import RTN, quantize_weight
 from torchq.calibration.data import Batches
-from torchq.calibration.statistics import InputStatistics
+from torchq.calibration.statistics import InputStatistics, multiplies_bfloat16
 from torchq.calibration.stream import Group, eval_mode, find_groups, stream
 from torchq.config import QuantConfig
 from torchq.linear import QuantizedWeight
@@ -93,7 +93,8 @@ def quantize_calibrated(
     training = {name: module.training for name, module in layers.items()}
     with eval_mode(model):
         begun = time.perf_counter()
-        groups = find_groups(model, layers, batches.train[0])
+        autocast = _autocast_dtype(config, layers)
+        groups = find_groups(model, layers, batches.train[0], autocast=autocast)
         timings["forward"] = time.perf_counter() - begun
         unreached = stream(
             model,
@@ -102,6 +103,7 @@ def quantize_calibrated(
             batches.train,
             batches.holdout,
             lambda group: _solve_group(run, group),
+            autocast=autocast,
             device=device,
             timings=timings,
             drift_tokens=_drift_tokens(config, plans) if config.propagate == "true_sequential" else 0.0,
@@ -129,7 +131,8 @@ def _solve_group(run: _Run, group: Group) -> None:
         _finish_pending(run)
     run.block = block
     solver = None
-    for plans, recipe in _alike(run, group):
+    parts = _alike(run, group)
+    for index, (plans, recipe) in enumerate(parts):
         weights = [_matrix(plan.module) for plan in plans]
         device = run.device or weights[0].device
         stacked = torch.cat([weight.to(device) for weight in weights])
@@ -139,7 +142,7 @@ def _solve_group(run: _Run, group: Group) -> None:
         if isinstance(recipe, GPTQ):
             solver = solver or GroupSolver(group.train, group.holdout, recipe, run.timings)
             try:
-                solution = solver.solve(stacked, scheme)
+                solution = solver.solve(stacked, scheme, last=index == len(parts) - 1)
             except SingularHessianError as error:
                 names = list_names(group.names)
                 raise SingularHessianError(f"calibration: {names}: {error}; give more, or other, data") from error
@@ -178,6 +181,15 @@ def _drift_tokens(config: QuantConfig, plans: list[LayerPlan]) -> float:
     schemes = [plan.scheme for plan in plans if plan.scheme is not None and plan.scheme.weights.num_bits < 8]
     recipes = [config.recipe(scheme, True) for scheme in schemes]
     return max((recipe.drift_tokens for recipe in recipes if isinstance(recipe, GPTQ)), default=0.0)
+
+
+def _autocast_dtype(config: QuantConfig, layers: dict[str, nn.Module]) -> torch.dtype | None:
+    """What the calibration forward is computed in, or None: what the model is in."""
+    if config.calibration_dtype != "auto":
+        return torch.bfloat16 if config.calibration_dtype == "bfloat16" else None
+    weights = [weight_of(module) for module in layers.values()]
+    faster = all(weight.dtype == torch.float32 and multiplies_bfloat16(weight.device) for weight in weights)
+    return torch.bfloat16 if faster else None
 
 
 def _judge(

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
 from torch import Tensor
 
-_BLOCK = 96, 512  # least and most rows of H at a time: only blocks on and above the diagonal are multiplied
+_BLOCK = 128, 512  # least and most rows of H at a time: only blocks on and above the diagonal are multiplied
 
 
 class InputStatistics:
     """Sums over the tokens that Linears reading one tensor have seen.
 
     Sums are float32, and so are products, but for those of drift: devices that multiply bfloat16 take it for them, and round
-    to it once for each micro-batch. (H, which is factorised, would not stay positive definite.)
+    to it once for each micro-batch. (H, which is factorised, would not stay positive definite.) Products of 16-bit inputs are
+    exact in the units for lower precision too, with float32 sums, and take them.
 
     Attributes:
         H: [K, K] float32, the sum (never a running mean) of x xT. Complete after :meth:`finish`.
@@ -24,9 +27,15 @@ class InputStatistics:
         drift_tokens: How many these are.
         absmax: [K] float32, largest magnitude of each channel.
         num_tokens: Tokens summed.
+
+    Args:
+        in_features: K.
+        device: Where to sum.
+        exact: Whether float32 inputs count to their last bit. If not, products may round them to 16 bits where that is faster.
     """
 
-    def __init__(self, in_features: int, device: torch.device | str) -> None:
+    def __init__(self, in_features: int, device: torch.device | str, *, exact: bool = True) -> None:
+        self.exact = exact
         self.H = torch.zeros(in_features, in_features, device=device)
         self.drift: Tensor | None = None
         self.drift_H: Tensor | None = None
@@ -51,7 +60,7 @@ class InputStatistics:
             if self.drift is None or self.drift_H is None:
                 self.drift, self.drift_H = torch.zeros_like(self.H), torch.zeros_like(self.H)
             difference = self._counted(reference, mask).float() - exact
-            if tokens.is_cuda or _multiplies_bfloat16():
+            if multiplies_bfloat16(tokens.device):
                 self.drift += difference.bfloat16().t() @ tokens.bfloat16()
             else:
                 self.drift.addmm_(difference.t(), exact)
@@ -59,9 +68,10 @@ class InputStatistics:
             H = self.drift_H  # added to H in the end
         k = H.shape[0]
         step = min(max(-(-k // 6), _BLOCK[0]), _BLOCK[1])
-        for start in range(0, k, step):  # the upper triangle, by rows of blocks: not much more than half the work
-            H[start : start + step, start:].addmm_(exact[:, start : start + step].t(), exact[:, start:])
-        torch.maximum(self.absmax, exact.abs().amax(0), out=self.absmax)
+        with _faster_products(tokens.device, self.exact and tokens.dtype == torch.float32):
+            for start in range(0, k, step):  # the upper triangle, by rows of blocks: not much more than half the work
+                H[start : start + step, start:].addmm_(exact[:, start : start + step].t(), exact[:, start:])
+        torch.maximum(self.absmax, torch.maximum(exact.amax(0), -exact.amin(0)), out=self.absmax)
         self.num_tokens += tokens.shape[0]
 
     def _counted(self, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -94,7 +104,29 @@ def _mirror(H: Tensor) -> None:
         square.copy_(square.triu() + square.triu(1).t())
 
 
+@contextmanager
+def _faster_products(device: torch.device, exact: bool) -> Iterator[None]:
+    """Let float32 products take lower precision, unless they must be exact.
+
+    TF32 on CUDA; on CPUs what oneDNN makes of "bf16": its bfloat16 where that has matrix units, else its float32, which is
+    often faster than MKL's.
+    """
+    backend, precision = torch.backends.cuda.matmul, "tf32"
+    if device.type == "cpu":
+        backend, precision = torch.backends.mkldnn.matmul, "bf16"  # type: ignore[attr-defined]
+    if exact or device.type not in ("cpu", "cuda"):
+        yield
+        return
+    before, backend.fp32_precision = backend.fp32_precision, precision
+    try:
+        yield
+    finally:
+        backend.fp32_precision = before
+
+
 @cache
-def _multiplies_bfloat16() -> bool:
-    """Whether the CPU has instructions for it."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether a device has instructions for it."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

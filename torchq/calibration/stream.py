@@ -22,8 +22,9 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import greenlet
@@ -58,6 +59,7 @@ class _Pass:
     batch: Batch
     held_out: bool
     run: greenlet.greenlet
+    device: str
     reference: _Pass | None = None
     waiting: str | None = None
     input: Tensor | None = None
@@ -66,14 +68,16 @@ class _Pass:
     def go_on(self) -> None:
         """Run to the next leader, or to the end."""
         self.waiting = self.input = None
-        result = self.run.switch()
+        result = _switch(self.run.switch, self.device)
         if not self.run.dead:
             self.waiting, self.input = result
             self.visits[self.waiting] += 1
 
 
 @torch.no_grad()
-def find_groups(model: nn.Module, layers: Mapping[str, nn.Module], batch: Batch) -> list[Group]:
+def find_groups(
+    model: nn.Module, layers: Mapping[str, nn.Module], batch: Batch, *, autocast: torch.dtype | None = None
+) -> list[Group]:
     """Run one sequence through the model, and return the groups in the order of their (last) calls.
 
     Two calls belong to one group if they read the same memory: same address, shape, strides and dtype, not written to in
@@ -83,6 +87,7 @@ def find_groups(model: nn.Module, layers: Mapping[str, nn.Module], batch: Batch)
         model: The model, in eval mode.
         layers: Name -> Linear.
         batch: Its first sequence is used.
+        autocast: As for :func:`stream`.
     """
     calls: list[tuple[str, tuple[Any, ...]]] = []
     alive = []  # memory that is not freed is not reused for another tensor
@@ -97,7 +102,8 @@ def find_groups(model: nn.Module, layers: Mapping[str, nn.Module], batch: Batch)
 
     handles = [module.register_forward_pre_hook(watch(name), with_kwargs=True) for name, module in layers.items()]
     try:
-        model(**_first_sequence(batch), **_no_cache(model))
+        with _autocast(model, autocast):
+            model(**_first_sequence(batch), **_no_cache(model))
     finally:
         for handle in handles:
             handle.remove()
@@ -121,6 +127,7 @@ def stream(
     solve: Callable[[Group], None],
     *,
     drift_tokens: float = 0.0,
+    autocast: torch.dtype | None = None,
     device: torch.device | str | None = None,
     timings: dict[str, float] | None = None,
 ) -> list[str]:
@@ -137,6 +144,7 @@ def stream(
         drift_tokens: Share of the micro-batches (if not 0: at least one, and all held-out ones) that run through the original
             weights as well, to sum the drift between the two. Where the two take different ways (routed experts), no drift is
             summed.
+        autocast: What products are computed in (``torch.autocast``), or None: what the model is in.
         device: Where to sum; each layer's own device by default.
         timings: Seconds by part (``forward``, ``hessian``) are added here.
 
@@ -149,21 +157,26 @@ def stream(
     timings = {} if timings is None else timings
     leaders, order = _in_order(groups, layers)
     names, last = list(layers), max(order.values())
-    main = greenlet.getcurrent()
+    main, model_device = greenlet.getcurrent(), _device_of(model)
     running: set[greenlet.greenlet] = set()
     unsolved = set(leaders)
 
     def wait(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if greenlet.getcurrent() in running:
-                _switch_to(main, name, _input_of(args, kwargs))
+                x = _input_of(args, kwargs)
+                _switch(partial(main.switch, (name, x)), model_device)
 
         return hook
 
     def start(batch: Batch, held_out: bool) -> _Pass:
-        run = greenlet.greenlet(lambda: model(**batch.inputs, **_no_cache(model)))
+        def forward() -> None:
+            with _autocast(model, autocast):
+                model(**batch.inputs, **_no_cache(model))
+
+        run = greenlet.greenlet(forward)
         running.add(run)
-        return _Pass(batch, held_out, run)
+        return _Pass(batch, held_out, run, model_device)
 
     def advance(one: _Pass) -> None:
         """On to the next leader, where its input is summed."""
@@ -178,7 +191,8 @@ def stream(
                     other.go_on()
         met = other is not None and (other.waiting, other.visits[one.waiting]) == (one.waiting, one.visits[one.waiting])
         with _timed(timings, "hessian"):
-            _add(leaders[one.waiting], one, other.input if met and other is not None else None, device)
+            statistics = _statistics(leaders[one.waiting], one, device, exact=autocast is None)
+            _add(statistics, one, other.input if met and other is not None else None)
         at_the_end = order[one.waiting] == last and one.visits[one.waiting] >= leaders[one.waiting].calls
         if met and other is not None and not at_the_end:  # past this group while its weights are the original ones
             with _timed(timings, "forward"):
@@ -201,6 +215,7 @@ def stream(
                 _check_finite(group)
                 solve(group)
                 group.train = group.holdout = None
+                torch.clear_autocast_cache()  # of weights in the other dtype, which are kept until the last pass has ended
             for one in here if unsolved else ():  # the rest of the model, a large output embedding say, need not run
                 advance(one)
     finally:
@@ -208,7 +223,7 @@ def stream(
             handle.remove()
         for run in running:
             if not run.dead:
-                run.throw(greenlet.GreenletExit)
+                _switch(partial(run.throw, greenlet.GreenletExit), model_device)
     return sorted((name for leader in unsolved for name in leaders[leader].names), key=names.index)
 
 
@@ -226,29 +241,43 @@ def _in_order(groups: Sequence[Group], layers: Mapping[str, nn.Module]) -> tuple
     return leaders, order
 
 
-def _switch_to(main: greenlet.greenlet, name: str, x: Tensor) -> None:
-    """Suspend this forward pass. PyTorch's modes belong to the thread: they must not leak from one pass into another."""
-    grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
-    torch.set_grad_enabled(False)
-    torch.set_autocast_enabled(x.device.type, False)
+def _switch(to: Callable[[], Any], device: str) -> Any:
+    """Switch to another greenlet. PyTorch's modes belong to the thread: on return they are what they were."""
+    grad, enabled = torch.is_grad_enabled(), torch.is_autocast_enabled(device)
+    dtype, cache = torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
     try:
-        main.switch((name, x))
+        return to()
     finally:
         torch.set_grad_enabled(grad)
-        torch.set_autocast_enabled(x.device.type, autocast)
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(cache)
 
 
-def _add(group: Group, one: _Pass, reference: Tensor | None, device: torch.device | str | None) -> None:
+@contextmanager
+def _autocast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    with nullcontext() if dtype is None else torch.autocast(_device_of(model), dtype):
+        yield
+
+
+def _device_of(model: nn.Module) -> str:
+    return next(model.parameters()).device.type
+
+
+def _statistics(group: Group, one: _Pass, device: torch.device | str | None, exact: bool) -> InputStatistics:
+    """Where the input that a pass waits with is summed."""
+    assert one.input is not None
+    name = "holdout" if one.held_out else "train"
+    if getattr(group, name) is None:
+        setattr(group, name, InputStatistics(one.input.shape[-1], device or one.input.device, exact=exact))
+    statistics: InputStatistics = getattr(group, name)
+    return statistics
+
+
+def _add(statistics: InputStatistics, one: _Pass, reference: Tensor | None) -> None:
     """Sum the input that a pass waits with."""
     x, mask = one.input, one.batch.mask
     assert x is not None
-    statistics = group.holdout if one.held_out else group.train
-    if statistics is None:
-        statistics = InputStatistics(x.shape[-1], device or x.device)
-        if one.held_out:
-            group.holdout = statistics
-        else:
-            group.train = statistics
     if mask is not None and mask.numel() * x.shape[-1] != x.numel():
         mask = None  # not one vector per token (a pooled output, patches)
     if reference is not None and (reference.shape != x.shape or (x.ndim < 3 and x.shape[0] != _num_tokens(one.batch))):
