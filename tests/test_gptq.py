@@ -17,7 +17,7 @@ from torchq.algorithms.gptq import (
     refit_scales,
     round_columns,
 )
-from torchq.algorithms.rtn import quantize_weight, relative_error
+from torchq.algorithms.rtn import RTN, quantize_weight, relative_error
 from torchq.calibration.statistics import InputStatistics
 from torchq.kernels import gptq as kernel
 from torchq.scheme import resolve_scheme
@@ -279,7 +279,7 @@ def test_no_inputs_at_all_is_round_to_nearest():
     scheme = SCHEMES["W4-g32"]
     W, stats = weight(8, 64), InputStatistics(64, "cpu")
     solved = GroupSolver(stats, None, GPTQ()).solve(W, scheme).quantized
-    assert torch.equal(solved.q, quantize_weight(W, scheme)[0].q)
+    assert torch.equal(solved.q, quantize_weight(W, scheme, RTN(norm=2))[0].q)
 
 
 def test_a_hessian_that_needs_more_damping_is_noted():

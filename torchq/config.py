@@ -40,9 +40,10 @@ class QuantConfig:
         kv_cache: Not supported yet; must be None.
         propagate: What a calibrated layer's inputs come from: ``"true_sequential"`` (a model in which every layer before it is
             quantized) or ``"float"`` (the 16-bit model).
-        calibration_dtype: What the products of the calibration's forward pass are computed in: ``"bfloat16"`` (by
-            ``torch.autocast``), ``"model"`` (what the model is in), or ``"auto"``: bfloat16 for float32 models on devices that
-            multiply it, which takes half the time. Statistics are summed, and weights solved, in float32 in any case.
+        calibration_dtype: What the calibration's forward pass multiplies in: ``"bfloat16"`` (by ``torch.autocast``), ``"model"``
+            (what the model is in; statistics are then exact as well), or ``"auto"``: bfloat16 for float32 models on devices that
+            multiply it, in half the time. Statistics are of rounded inputs where that is faster
+            (:class:`torchq.calibration.statistics.InputStatistics`), and summed and solved in float32.
         strict: Raise if any parameter that holds a matrix of a targeted kind (a fused 3-D expert tensor, a subclass of Linear
             with a forward of its own) cannot be quantized, instead of leaving it in 16 bits and reporting it.
 

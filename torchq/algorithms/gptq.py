@@ -258,9 +258,9 @@ def refit_scales(
         codes = codes - zero_point.unsqueeze(2)
     size, lam = codes.shape[2], dampening_frac * H.diagonal().mean()
     A = torch.empty(n, num_groups, num_groups, device=W.device)
-    for group in range(num_groups):
-        projected = codes[:, group] @ H[group * size : (group + 1) * size]
-        A[:, group] = torch.linalg.vecdot(projected.view(n, num_groups, size), codes)
+    for group in range(num_groups):  # its lower triangle
+        projected = codes[:, group] @ H[group * size : (group + 1) * size, group * size :]
+        A[:, group:, group] = torch.linalg.vecdot(projected.view(n, -1, size), codes[:, group:])
     diagonal = A.diagonal(dim1=1, dim2=2)
     diagonal += lam * torch.linalg.vecdot(codes, codes)
     b = torch.linalg.vecdot((W @ H + lam * W).view(n, num_groups, size), codes)

@@ -104,6 +104,7 @@ def quantize_calibrated(
             batches.holdout,
             lambda group: _solve_group(run, group),
             autocast=autocast,
+            exact=config.calibration_dtype == "model",
             device=device,
             timings=timings,
             drift_tokens=_drift_tokens(config, plans) if config.propagate == "true_sequential" else 0.0,

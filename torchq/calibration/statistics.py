@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+_MOST_INT8_TOKENS = 1 << 16  # whose products int32 can sum
 _BLOCK = 128, 512  # least and most rows of H at a time: only blocks on and above the diagonal are multiplied
 
 
@@ -16,8 +17,12 @@ class InputStatistics:
     """Sums over the tokens that Linears reading one tensor have seen.
 
     Sums are float32, and so are products, but for those of drift: devices that multiply bfloat16 take it for them, and round
-    to it once for each micro-batch. (H, which is factorised, would not stay positive definite.) Products of 16-bit inputs are
-    exact in the units for lower precision too, with float32 sums, and take them.
+    to it once for each micro-batch. (H, which is factorised, would not stay positive definite.)
+
+    Unless it must be exact, H is that of rounded inputs, which is positive semidefinite whatever the rounding: of TF32 on CUDA
+    (16-bit inputs are that already), and on CPUs that multiply int8 of int8, with a scale for each channel of a micro-batch,
+    in a quarter of the time. That adds noise of (absmax / root mean square)^2 / 193,548 to a channel's mean square: 0.03 % for
+    an absmax of 8, an order below the least damping. Tokens far larger than the rest count exactly.
 
     Attributes:
         H: [K, K] float32, the sum (never a running mean) of x xT. Complete after :meth:`finish`.
@@ -31,7 +36,7 @@ class InputStatistics:
     Args:
         in_features: K.
         device: Where to sum.
-        exact: Whether float32 inputs count to their last bit. If not, products may round them to 16 bits where that is faster.
+        exact: Whether inputs count to their last bit. If not, they are rounded where the device multiplies that faster.
     """
 
     def __init__(self, in_features: int, device: torch.device | str, *, exact: bool = True) -> None:
@@ -68,9 +73,14 @@ class InputStatistics:
             H = self.drift_H  # added to H in the end
         k = H.shape[0]
         step = min(max(-(-k // 6), _BLOCK[0]), _BLOCK[1])
-        with _faster_products(tokens.device, self.exact and tokens.dtype == torch.float32):
-            for start in range(0, k, step):  # the upper triangle, by rows of blocks: not much more than half the work
-                H[start : start + step, start:].addmm_(exact[:, start : start + step].t(), exact[:, start:])
+        # the upper triangle, by rows of blocks: not much more than half the work
+        blocks = [slice(start, min(start + step, k)) for start in range(0, k, step)]
+        if not self.exact and _multiplies_int8(tokens.device):
+            for some in exact.split(_MOST_INT8_TOKENS):
+                _add_int8_products(H, some, blocks)
+        else:
+            with _tf32(tokens.device, self.exact):
+                _add_products(H, exact, blocks)
         torch.maximum(self.absmax, torch.maximum(exact.amax(0), -exact.amin(0)), out=self.absmax)
         self.num_tokens += tokens.shape[0]
 
@@ -104,24 +114,43 @@ def _mirror(H: Tensor) -> None:
         square.copy_(square.triu() + square.triu(1).t())
 
 
-@contextmanager
-def _faster_products(device: torch.device, exact: bool) -> Iterator[None]:
-    """Let float32 products take lower precision, unless they must be exact.
+def _add_products(H: Tensor, x: Tensor, blocks: list[slice]) -> None:
+    for block in blocks:
+        H[block, block.start :].addmm_(x[:, block].t(), x[:, block.start :])
 
-    TF32 on CUDA; on CPUs what oneDNN makes of "bf16": its bfloat16 where that has matrix units, else its float32, which is
-    often faster than MKL's.
-    """
-    backend, precision = torch.backends.cuda.matmul, "tf32"
-    if device.type == "cpu":
-        backend, precision = torch.backends.mkldnn.matmul, "bf16"  # type: ignore[attr-defined]
-    if exact or device.type not in ("cpu", "cuda"):
+
+def _add_int8_products(H: Tensor, x: Tensor, blocks: list[slice]) -> None:
+    """Of x [T, K] float32 rounded to 8 bits; tokens with a value 8 times as large as most tokens' largest count exactly."""
+    largest = x.abs().amax(1)
+    massive = (largest > 8 * largest.median()).nonzero().squeeze(1)
+    if len(massive):
+        _add_products(H, x[massive], blocks)
+        x = x.index_fill(0, massive, 0.0)
+    scale = torch.maximum(x.amax(0), -x.amin(0)).div_(127)
+    codes = (x / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
+    for block in blocks:
+        product = torch._int_mm(codes[:, block].t(), codes[:, block.start :])
+        H[block, block.start :] += product.float().mul_(scale[block].unsqueeze(1)).mul_(scale[block.start :])
+
+
+@contextmanager
+def _tf32(device: torch.device, exact: bool) -> Iterator[None]:
+    """TF32 for float32 products on CUDA, unless they must be exact."""
+    if exact or device.type != "cuda":
         yield
         return
-    before, backend.fp32_precision = backend.fp32_precision, precision
+    backend = torch.backends.cuda.matmul
+    before, backend.fp32_precision = backend.fp32_precision, "tf32"
     try:
         yield
     finally:
         backend.fp32_precision = before
+
+
+@cache
+def _multiplies_int8(device: torch.device) -> bool:
+    """Whether a CPU has instructions for it, and PyTorch the library that takes them (else its loop is slow)."""
+    return device.type == "cpu" and torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
 
 
 @cache

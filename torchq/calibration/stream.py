@@ -128,6 +128,7 @@ def stream(
     *,
     drift_tokens: float = 0.0,
     autocast: torch.dtype | None = None,
+    exact: bool = True,
     device: torch.device | str | None = None,
     timings: dict[str, float] | None = None,
 ) -> list[str]:
@@ -145,6 +146,7 @@ def stream(
             weights as well, to sum the drift between the two. Where the two take different ways (routed experts), no drift is
             summed.
         autocast: What products are computed in (``torch.autocast``), or None: what the model is in.
+        exact: As for :class:`InputStatistics`.
         device: Where to sum; each layer's own device by default.
         timings: Seconds by part (``forward``, ``hessian``) are added here.
 
@@ -191,7 +193,7 @@ def stream(
                     other.go_on()
         met = other is not None and (other.waiting, other.visits[one.waiting]) == (one.waiting, one.visits[one.waiting])
         with _timed(timings, "hessian"):
-            statistics = _statistics(leaders[one.waiting], one, device, exact=autocast is None)
+            statistics = _statistics(leaders[one.waiting], one, device, exact)
             _add(statistics, one, other.input if met and other is not None else None)
         at_the_end = order[one.waiting] == last and one.visits[one.waiting] >= leaders[one.waiting].calls
         if met and other is not None and not at_the_end:  # past this group while its weights are the original ones
