@@ -19,9 +19,9 @@ class InputStatistics:
     Sums are float32, and so are products, but for those of drift: devices that multiply bfloat16 take it for them, and round
     to it once for each micro-batch. (H, which is factorised, would not stay positive definite.)
 
-    Unless it must be exact, H is that of rounded inputs, which is positive semidefinite whatever the rounding: of TF32 on CUDA
-    (16-bit inputs are that already), and on CPUs that multiply int8 of int8, with a scale for each channel of a micro-batch,
-    in a quarter of the time. That adds noise of (absmax / root mean square)^2 / 193,548 to a channel's mean square: 0.03 % for
+    Unless they must be exact, sums are those of rounded inputs, and H positive semidefinite whatever the rounding: to TF32 on
+    CUDA (16-bit inputs are that already), and on CPUs that multiply int8 to that, with a scale for each channel of a
+    micro-batch, in a quarter of the time. That adds noise of (absmax / root mean square)^2 / 193,548 to a channel's mean square: 0.03 % for
     an absmax of 8, an order below the least damping. Tokens far larger than the rest count exactly.
 
     Attributes:
@@ -59,16 +59,11 @@ class InputStatistics:
         tokens = self._counted(x, mask)
         if tokens.shape[0] == 0:
             return
-        exact = tokens.float()
-        H = self.H
+        H, difference = self.H, None
         if reference is not None:
             if self.drift is None or self.drift_H is None:
                 self.drift, self.drift_H = torch.zeros_like(self.H), torch.zeros_like(self.H)
-            difference = self._counted(reference, mask).float() - exact
-            if multiplies_bfloat16(tokens.device):
-                self.drift += difference.bfloat16().t() @ tokens.bfloat16()
-            else:
-                self.drift.addmm_(difference.t(), exact)
+            difference = self._counted(reference, mask).float() - tokens
             self.drift_tokens += tokens.shape[0]
             H = self.drift_H  # added to H in the end
         k = H.shape[0]
@@ -76,12 +71,20 @@ class InputStatistics:
         # the upper triangle, by rows of blocks: not much more than half the work
         blocks = [slice(start, min(start + step, k)) for start in range(0, k, step)]
         if not self.exact and _multiplies_int8(tokens.device):
-            for some in exact.split(_MOST_INT8_TOKENS):
-                _add_int8_products(H, some, blocks)
+            for start in range(0, tokens.shape[0], _MOST_INT8_TOKENS):
+                some = slice(start, start + _MOST_INT8_TOKENS)
+                _add_int8_products(H, self.drift, tokens[some], None if difference is None else difference[some], blocks)
         else:
+            exact = tokens.float()
             with _tf32(tokens.device, self.exact):
                 _add_products(H, exact, blocks)
-        torch.maximum(self.absmax, torch.maximum(exact.amax(0), -exact.amin(0)), out=self.absmax)
+            if difference is not None:
+                assert self.drift is not None
+                if multiplies_bfloat16(tokens.device):
+                    self.drift += difference.bfloat16().t() @ tokens.bfloat16()
+                else:
+                    self.drift.addmm_(difference.t(), exact)
+        torch.maximum(self.absmax, _largest(tokens, 0), out=self.absmax)
         self.num_tokens += tokens.shape[0]
 
     def _counted(self, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -119,18 +122,35 @@ def _add_products(H: Tensor, x: Tensor, blocks: list[slice]) -> None:
         H[block, block.start :].addmm_(x[:, block].t(), x[:, block.start :])
 
 
-def _add_int8_products(H: Tensor, x: Tensor, blocks: list[slice]) -> None:
-    """Of x [T, K] float32 rounded to 8 bits; tokens with a value 8 times as large as most tokens' largest count exactly."""
-    largest = x.abs().amax(1)
+def _add_int8_products(H: Tensor, drift: Tensor | None, x: Tensor, difference: Tensor | None, blocks: list[slice]) -> None:
+    """Of x and difference [T, K] rounded to 8 bits; tokens with a value 8 times as large as most tokens' largest count exactly."""
+    largest = _largest(x, 1)
     massive = (largest > 8 * largest.median()).nonzero().squeeze(1)
     if len(massive):
-        _add_products(H, x[massive], blocks)
+        exact = x[massive].float()
+        _add_products(H, exact, blocks)
         x = x.index_fill(0, massive, 0.0)
-    scale = torch.maximum(x.amax(0), -x.amin(0)).div_(127)
-    codes = (x / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
+        if difference is not None and drift is not None:
+            drift.addmm_(difference[massive].t(), exact)
+            difference.index_fill_(0, massive, 0.0)
+    codes, scale = _to_int8(x)
     for block in blocks:
         product = torch._int_mm(codes[:, block].t(), codes[:, block.start :])
-        H[block, block.start :] += product.float().mul_(scale[block].unsqueeze(1)).mul_(scale[block.start :])
+        H[block, block.start :].addcmul_(product * scale[block.start :], scale[block].unsqueeze(1))
+    if difference is not None and drift is not None:
+        others, their_scale = _to_int8(difference)
+        drift.addcmul_(torch._int_mm(others.t(), codes) * scale, their_scale.unsqueeze(1))
+
+
+def _to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, K] -> codes and scales [K] float32."""
+    scale = _largest(x, 0).div_(127)
+    return (x / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8), scale
+
+
+def _largest(x: Tensor, dim: int) -> Tensor:
+    """Largest magnitudes, float32, without a copy of x."""
+    return torch.maximum(x.amax(dim), -x.amin(dim)).float()
 
 
 @contextmanager
