@@ -40,7 +40,7 @@ def _operations(arguments: argparse.Namespace, model: Any) -> dict[str, float]:
     from torchq.calibration.stream import find_groups
 
     layers = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and not name.endswith("lm_head")}
-    groups = find_groups(model, layers, Batch({"input_ids": torch.tensor(arguments.tokens[:1])}, None))
+    groups = find_groups(model, layers, Batch({"input_ids": torch.tensor([arguments.tokens[0][:8]])}, None))
     tokens = sum(map(len, arguments.tokens))
     drift = tokens * (GPTQ().drift_tokens * 15 / 16 + 1 / 16)  # and all held-out ones
     forward = sum(2.0 * layer.weight.numel() * (tokens + drift) for layer in layers.values())

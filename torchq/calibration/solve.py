@@ -53,6 +53,7 @@ class _Run:
     timings: dict[str, float]
     pending: list[tuple[LayerPlan, Solved]] = field(default_factory=list)
     block: str | None = None
+    widest: int = 0
 
 
 @torch.no_grad()
@@ -123,8 +124,10 @@ def quantize_calibrated(
 
 def _solve_group(run: _Run, group: Group) -> None:
     begun, scales = time.perf_counter(), run.timings.get("scales", 0.0)
-    _return_free_memory()
     assert group.train is not None
+    if _block_of(group.names[0]) != run.block or len(group.train.H) > run.widest:
+        _return_free_memory()
+    run.widest = len(group.train.H)
     if group.train.num_tokens == 0:
         raise ValueError(f"calibration: no token that counts reaches {list_names(group.names)} (all are padding)")
     block = _block_of(group.names[0])
@@ -205,8 +208,8 @@ def _judge(
     statistics: InputStatistics | None = group.holdout if group.holdout is not None and group.holdout.num_tokens else group.train
     assert statistics is not None
     restored = numerics.dequantize(quantized.q, quantized.scale, quantized.zero_point, quantized.scheme.weights).float()
-    norm = float(torch.linalg.vector_norm(weight, dtype=torch.float64))
-    relative = float(torch.linalg.vector_norm(restored - weight, dtype=torch.float64)) / norm if norm else 0.0
+    norm = float(torch.linalg.vector_norm(weight, dtype=torch.float32))
+    relative = float(torch.linalg.vector_norm(restored - weight)) / norm if norm else 0.0
     rows = sample_rows(target)
     power = output_error(target[rows].float(), statistics.H)
     output = (max(output_error(restored[rows] - target[rows], statistics.H), 0.0) / power) ** 0.5 if power > 0 else 0.0

@@ -19,10 +19,10 @@ class InputStatistics:
     Sums are float32, and so are products, but for those of drift: devices that multiply bfloat16 take it for them, and round
     to it once for each micro-batch. (H, which is factorised, would not stay positive definite.)
 
-    Unless they must be exact, sums are those of rounded inputs, and H positive semidefinite whatever the rounding: to TF32 on
-    CUDA (16-bit inputs are that already), and on CPUs that multiply int8 to that, with a scale for each channel of a
-    micro-batch, in a quarter of the time. That adds noise of (absmax / root mean square)^2 / 193,548 to a channel's mean square: 0.03 % for
-    an absmax of 8, an order below the least damping. Tokens far larger than the rest count exactly.
+    Unless they must be exact, sums are those of rounded inputs, and H stays positive semidefinite: of TF32 on CUDA (16-bit
+    inputs are that already), and on CPUs that multiply int8 of int8, with a scale for each channel of a micro-batch, in a
+    quarter of the time. That adds noise of (absmax / root mean square)^2 / 193,548 to a channel's mean square: 0.03 % for an
+    absmax of 8, an order below the least damping. Tokens far larger than the rest count exactly.
 
     Attributes:
         H: [K, K] float32, the sum (never a running mean) of x xT. Complete after :meth:`finish`.
@@ -123,7 +123,7 @@ def _add_products(H: Tensor, x: Tensor, blocks: list[slice]) -> None:
 
 
 def _add_int8_products(H: Tensor, drift: Tensor | None, x: Tensor, difference: Tensor | None, blocks: list[slice]) -> None:
-    """Of x and difference [T, K] rounded to 8 bits; tokens with a value 8 times as large as most tokens' largest count exactly."""
+    """Of x and difference [T, K] rounded to 8 bits; tokens with a value 8 times most tokens' largest count exactly."""
     largest = _largest(x, 1)
     massive = (largest > 8 * largest.median()).nonzero().squeeze(1)
     if len(massive):

@@ -22,7 +22,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -102,8 +102,8 @@ def find_groups(
 
     handles = [module.register_forward_pre_hook(watch(name), with_kwargs=True) for name, module in layers.items()]
     try:
-        with _autocast(model, autocast):
-            model(**_first_sequence(batch), **_no_cache(model))
+        with _cast_embeddings(model, autocast), _autocast(model, autocast):
+            model(**_first_sequence(batch), **_no_cache(model), **_few_logits(model))
     finally:
         for handle in handles:
             handle.remove()
@@ -200,7 +200,10 @@ def stream(
             with _timed(timings, "forward"):
                 other.go_on()
 
-    handles = [layers[name].register_forward_pre_hook(wait(name), with_kwargs=True) for name in leaders]
+    undo = ExitStack()
+    undo.enter_context(_cast_embeddings(model, autocast))
+    for name in leaders:
+        undo.callback(layers[name].register_forward_pre_hook(wait(name), with_kwargs=True).remove)
     passes = [start(batch, False) for batch in train] + [start(batch, True) for batch in holdout]
     try:
         for index, one in enumerate(passes):
@@ -221,8 +224,7 @@ def stream(
             for one in here if unsolved else ():  # the rest of the model, a large output embedding say, need not run
                 advance(one)
     finally:
-        for handle in handles:
-            handle.remove()
+        undo.close()
         for run in running:
             if not run.dead:
                 _switch(partial(run.throw, greenlet.GreenletExit), model_device)
@@ -260,6 +262,23 @@ def _switch(to: Callable[[], Any], device: str) -> Any:
 def _autocast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     with nullcontext() if dtype is None else torch.autocast(_device_of(model), dtype):
         yield
+
+
+@contextmanager
+def _cast_embeddings(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Let the residual stream, which starts with the embeddings, be of autocast's dtype too, as in a model of that dtype."""
+    embeddings, find = None, getattr(model, "get_input_embeddings", None)
+    if dtype is not None and find is not None:
+        with suppress(NotImplementedError):  # of models that have none (of tokens)
+            embeddings = find()
+    if not isinstance(embeddings, nn.Embedding):
+        yield
+        return
+    handle = embeddings.register_forward_hook(lambda module, args, output: output.to(dtype))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _device_of(model: nn.Module) -> str:
@@ -318,6 +337,11 @@ def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _no_cache(model: nn.Module) -> dict[str, Any]:
     """``use_cache=False`` where the model's forward knows it: no key-value cache is built while calibrating."""
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+
+
+def _few_logits(model: nn.Module) -> dict[str, Any]:
+    """Those of one token, where the model's forward can do so: all of a large vocabulary may be more than the model."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 def _first_sequence(batch: Batch) -> dict[str, Any]:
