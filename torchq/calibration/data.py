@@ -60,7 +60,7 @@ class CalibrationData:
     column: str | None = None
     packing: bool | None = None
     holdout: float = 1 / 16
-    batch_tokens: int = 2048
+    batch_tokens: int = 1024
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -53,7 +53,6 @@ class _Run:
     timings: dict[str, float]
     pending: list[tuple[LayerPlan, Solved]] = field(default_factory=list)
     block: str | None = None
-    widest: int = 0
 
 
 @torch.no_grad()
@@ -123,11 +122,9 @@ def quantize_calibrated(
 
 
 def _solve_group(run: _Run, group: Group) -> None:
+    _return_free_memory()
     begun, scales = time.perf_counter(), run.timings.get("scales", 0.0)
     assert group.train is not None
-    if _block_of(group.names[0]) != run.block or len(group.train.H) > run.widest:
-        _return_free_memory()
-    run.widest = len(group.train.H)
     if group.train.num_tokens == 0:
         raise ValueError(f"calibration: no token that counts reaches {list_names(group.names)} (all are padding)")
     block = _block_of(group.names[0])

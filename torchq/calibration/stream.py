@@ -22,7 +22,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -102,7 +102,7 @@ def find_groups(
 
     handles = [module.register_forward_pre_hook(watch(name), with_kwargs=True) for name, module in layers.items()]
     try:
-        with _cast_embeddings(model, autocast), _autocast(model, autocast):
+        with _reduced(model, autocast), _autocast(model, autocast):
             model(**_first_sequence(batch), **_no_cache(model), **_few_logits(model))
     finally:
         for handle in handles:
@@ -201,7 +201,7 @@ def stream(
                 other.go_on()
 
     undo = ExitStack()
-    undo.enter_context(_cast_embeddings(model, autocast))
+    undo.enter_context(_reduced(model, autocast))
     for name in leaders:
         undo.callback(layers[name].register_forward_pre_hook(wait(name), with_kwargs=True).remove)
     passes = [start(batch, False) for batch in train] + [start(batch, True) for batch in holdout]
@@ -265,20 +265,21 @@ def _autocast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 @contextmanager
-def _cast_embeddings(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Let the residual stream, which starts with the embeddings, be of autocast's dtype too, as in a model of that dtype."""
-    embeddings, find = None, getattr(model, "get_input_embeddings", None)
-    if dtype is not None and find is not None:
-        with suppress(NotImplementedError):  # of models that have none (of tokens)
-            embeddings = find()
-    if not isinstance(embeddings, nn.Embedding):
-        yield
-        return
-    handle = embeddings.register_forward_hook(lambda module, args, output: output.to(dtype))
+def _reduced(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Let what autocast leaves in float32, embeddings and norms, give its dtype as well, as in a model of that dtype."""
+
+    def cast(module: nn.Module, args: Any, output: Any) -> Any:
+        return output.to(dtype) if isinstance(output, Tensor) and output.dtype == torch.float32 else output
+
+    handles = []
+    for module in model.modules() if dtype is not None else ():
+        if module._parameters and not any(True for _ in module.children()):
+            handles.append(module.register_forward_hook(cast))
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def _device_of(model: nn.Module) -> str:
