@@ -304,6 +304,32 @@ def test_modes_do_not_leak_between_passes() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+def test_under_autocast_all_that_layers_read_is_of_its_dtype() -> None:
+    """Also the residual stream and norms, which autocast alone leaves in float32; and nothing stays behind."""
+    model = tiny_llama().eval()
+    layers, seen = linears(model), []
+    for layer in layers.values():
+        layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    for module in (model.model.layers[1], model.model.norm):
+        module.register_forward_hook(lambda module, args, output: seen.append(args[0].dtype))
+    hooks = {name: len(module._forward_hooks) for name, module in model.named_modules()}
+    groups = find_groups(model, layers, batches(1)[0], autocast=torch.bfloat16)
+    assert len(groups) == 8 and set(seen) == {torch.bfloat16} and len(seen) == 16
+    seen.clear()
+    assert stream(model, layers, groups, batches(3), batches(1), lambda group: None, autocast=torch.bfloat16) == []
+    assert set(seen) == {torch.bfloat16} and len(seen) > 4 * 12
+    assert hooks == {name: len(module._forward_hooks) for name, module in model.named_modules()}
+    assert not torch.is_autocast_enabled("cpu") and model(**batches(1)[0].inputs).logits.dtype == torch.float32
+
+
+def test_groups_are_found_without_logits_of_every_token() -> None:
+    model = tiny_llama().eval()
+    seen: list[torch.Size] = []
+    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    find_groups(model, linears(model), batches(1)[0])
+    assert [shape[1] for shape in seen] == [1]
+
+
 def test_dropout_is_off_and_training_mode_comes_back() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.9))
     model[1].eval()
