@@ -42,7 +42,7 @@ class QuantConfig:
             quantized) or ``"float"`` (the 16-bit model).
         calibration_dtype: What the calibration's forward pass multiplies in: ``"bfloat16"`` (by ``torch.autocast``), ``"model"``
             (what the model is in; statistics are then exact as well), or ``"auto"``: bfloat16 for float32 models on devices that
-            multiply it, in half the time. Statistics are of rounded inputs where that is faster
+            multiply it. Statistics are of rounded inputs where that is faster
             (:class:`torchq.calibration.statistics.InputStatistics`), and summed and solved in float32.
         strict: Raise if any parameter that holds a matrix of a targeted kind (a fused 3-D expert tensor, a subclass of Linear
             with a forward of its own) cannot be quantized, instead of leaving it in 16 bits and reporting it.

@@ -170,12 +170,12 @@ def choose_qparams(
     Args:
         weight: [N, K] finite floating point.
         args: Settings.
-        search: ``"mse"`` searches the scale (and zero point) that minimises the squared error of each group, symmetric ones
+        search: ``"mse"`` searches the scale (and zero point) that minimises the error (``norm``) of each group, symmetric ones
             with the full signed range; scales may be negative. ``"absmax"`` is compressed-tensors' own rule, bit for bit:
             absmax / ((2^b - 1) / 2), or (max - min) / (2^b - 1), or absmax / 448, computed in the weight's dtype.
         scale_dtype: dtype of the scales; the weight's by default.
         signed: Whether the search may make symmetric integer scales negative.
-        importance: [K], not negative: the search weights the squared error of column k by ``importance[k]``. With the mean
+        importance: [K], not negative: the search weights the error of column k by ``importance[k]``. With the mean
             square of the k-th input it is the expected error of the layer's output, were inputs uncorrelated. None: all alike.
         norm: What the search minimises is the sum of ``|error| ** norm``: of more than 2, large errors (of weights that the
             scale clips) count for more.

@@ -334,7 +334,7 @@ class GroupSolver:
         self.timings["scales"] = self.timings.get("scales", 0.0) + time.perf_counter() - begun
         s = scale.float().reshape(weight.shape[0], -1)
         z = None if zero_point is None else zero_point.float().reshape(weight.shape[0], -1)
-        factor = self._choose_factor(s, scheme)
+        factor = self._choose_factor(s)
         q = round_columns(W, factor.U, factor.order, s, z, scheme)
         least = self._held_out_error(W, q, s, z, scheme)
         for sweep in range(settings.refine + 1):
@@ -375,16 +375,16 @@ class GroupSolver:
         restored = numerics.dequantize(q[rows], s[rows], None if z is None else z[rows], scheme.weights)
         return output_error(restored.float() - W[rows], (self.holdout or self.train).H)
 
-    def _choose_factor(self, s: Tensor, scheme: Scheme) -> Factor:
+    def _choose_factor(self, s: Tensor) -> Factor:
         if self._factor is None:  # else chosen by the first Linear of this input
             backwards = _backwards(self.train.H, self.order)
             fraction = self.settings.dampening_frac or (0.05 if self.holdout is None else None)
             if fraction is None:
-                fraction = self._choose_damping(backwards, s, scheme)
+                fraction = self._choose_damping(backwards, s)  # its factor is computed again: of several, none is kept
             self._factor = _factor_of(_cholesky(backwards, fraction), self.order)
         return self._factor
 
-    def _choose_damping(self, backwards: Tensor, s: Tensor, scheme: Scheme) -> float:
+    def _choose_damping(self, backwards: Tensor, s: Tensor) -> float:
         """The most damping with about the least error on held-out tokens.
 
         Nothing is rounded for it: what rounding leaves of a column, V - q, is as good as uniform in a step of its scale,
@@ -396,12 +396,7 @@ class GroupSolver:
         left = torch.rand(some.shape, generator=torch.Generator().manual_seed(0)).to(s.device).sub_(0.5).mul_(some)
         tried: list[tuple[float, float]] = []
         for fraction in _CANDIDATES:
-            try:
-                L = _cholesky(backwards, fraction).L.float()
-            except SingularHessianError:
-                if not tried:
-                    raise
-                break
+            L = _cholesky(backwards, fraction).L.float()
             E = torch.empty_like(left)
             E[:, last_first] = torch.linalg.solve_triangular(L, left * L.diagonal(), upper=False, left=False)
             error = output_error(E, self.holdout.H)

@@ -58,7 +58,7 @@ def quantize_weight(
         weight: [N, K] finite, float16, bfloat16 or float32.
         scheme: How.
         settings: Scale search; ``RTN()`` by default.
-        importance: [K], weight of each column's squared error in the search, such as the mean square of its inputs.
+        importance: [K], weight of each column's error in the search, such as the mean square of its inputs.
 
     Returns:
         The quantized weight (scales in the weight's dtype) and its relative error ``|W - dequantized| / |W|`` (Frobenius).

@@ -20,9 +20,10 @@ class InputStatistics:
     to it once for each micro-batch. (H, which is factorised, would not stay positive definite.)
 
     Unless they must be exact, sums are those of rounded inputs, and H stays positive semidefinite: of TF32 on CUDA (16-bit
-    inputs are that already), and on CPUs that multiply int8 of int8, with a scale for each channel of a micro-batch, in a
-    quarter of the time. That adds noise of (absmax / root mean square)^2 / 193,548 to a channel's mean square: 0.03 % for an
-    absmax of 8, an order below the least damping. Tokens far larger than the rest count exactly.
+    inputs are that already; its gain is not yet measured), and on CPUs that multiply int8 of int8, with a scale for each
+    channel of a micro-batch (docs/calibration.md has the gain). That adds noise of (absmax / root mean square)^2 / 193,548 to a
+    channel's mean square: 0.03 % for an absmax of 8, an order below the least damping. Tokens far larger than the rest count
+    exactly.
 
     Attributes:
         H: [K, K] float32, the sum (never a running mean) of x xT. Complete after :meth:`finish`.

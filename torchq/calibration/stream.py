@@ -22,7 +22,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -258,10 +258,8 @@ def _switch(to: Callable[[], Any], device: str) -> Any:
         torch.set_autocast_cache_enabled(cache)
 
 
-@contextmanager
-def _autocast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    with nullcontext() if dtype is None else torch.autocast(_device_of(model), dtype):
-        yield
+def _autocast(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype is None else torch.autocast(_device_of(model), dtype)
 
 
 @contextmanager
