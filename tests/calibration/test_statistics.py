@@ -77,12 +77,7 @@ def test_rounded_inputs_give_almost_the_same_sums(dtype, monkeypatch):
     relative = (exact.H - rounded.H) / size.clamp_min(1e-9) / size.clamp_min(1e-9).unsqueeze(1)
     assert 0 < relative.abs().max() < 3e-3 and not rounded.H[7].any()
     assert torch.linalg.eigvalsh(rounded.H.double()).min() > -1e-4 * rounded.H.diagonal().mean()
-    assert torch.equal(exact.absmax, rounded.absmax) and torch.equal(exact.drift_H.diagonal() > 0, rounded.drift_H.diagonal() > 0)
-    difference = (reference.float() - x[4:].float()).reshape(-1, 96).norm(dim=0)
-    inputs = x[4:].float().reshape(-1, 96).norm(dim=0).clamp_min(1e-9)
-    known = difference.unsqueeze(1) * inputs
-    bound = 2e-2 if dtype == torch.bfloat16 else 1e-2
-    assert 0 < ((exact.drift - rounded.drift) / known).abs().max() < bound
+    assert torch.equal(exact.absmax, rounded.absmax) and torch.equal(exact.drift, rounded.drift)
     tokens = x.reshape(-1, 96)[:, [3, 50]].double()
     assert torch.allclose(rounded.H[3, 50].double(), tokens[:, 0] @ tokens[:, 1], rtol=1e-3)  # the massive token's, mostly
 

@@ -19,7 +19,7 @@ class InputStatistics:
     Sums are float32, and so are products, but for those of drift: devices that multiply bfloat16 take it for them, and round
     to it once for each micro-batch. (H, which is factorised, would not stay positive definite.)
 
-    Unless they must be exact, sums are those of rounded inputs, and H stays positive semidefinite: of TF32 on CUDA (16-bit
+    Unless it must be exact, H is that of rounded inputs, and stays positive semidefinite: of TF32 on CUDA (16-bit
     inputs are that already; its gain is not yet measured), and on CPUs that multiply int8 of int8, with a scale for each
     channel of a micro-batch (docs/calibration.md has the gain). That adds noise of (absmax / root mean square)^2 / 193,548 to a
     channel's mean square: 0.03 % for an absmax of 8, an order below the least damping. Tokens far larger than the rest count
@@ -60,33 +60,33 @@ class InputStatistics:
         tokens = self._counted(x, mask)
         if tokens.shape[0] == 0:
             return
-        H, difference = self.H, None
+        H = self.H
         if reference is not None:
-            if self.drift is None or self.drift_H is None:
-                self.drift, self.drift_H = torch.zeros_like(self.H), torch.zeros_like(self.H)
-            difference = self._counted(reference, mask).float() - tokens
-            self.drift_tokens += tokens.shape[0]
-            H = self.drift_H  # added to H in the end
+            H = self._add_drift(tokens, self._counted(reference, mask))
         k = H.shape[0]
         step = min(max(-(-k // 6), _BLOCK[0]), _BLOCK[1])
         # the upper triangle, by rows of blocks: not much more than half the work
         blocks = [slice(start, min(start + step, k)) for start in range(0, k, step)]
         if not self.exact and _multiplies_int8(tokens.device):
-            for start in range(0, tokens.shape[0], _MOST_INT8_TOKENS):
-                some = slice(start, start + _MOST_INT8_TOKENS)
-                _add_int8_products(H, self.drift, tokens[some], None if difference is None else difference[some], blocks)
+            for some in tokens.split(_MOST_INT8_TOKENS):
+                _add_int8_products(H, some, blocks)
         else:
-            exact = tokens.float()
             with _tf32(tokens.device, self.exact):
-                _add_products(H, exact, blocks)
-            if difference is not None:
-                assert self.drift is not None
-                if multiplies_bfloat16(tokens.device):
-                    self.drift += difference.bfloat16().t() @ tokens.bfloat16()
-                else:
-                    self.drift.addmm_(difference.t(), exact)
+                _add_products(H, tokens.float(), blocks)
         torch.maximum(self.absmax, _largest(tokens, 0), out=self.absmax)
         self.num_tokens += tokens.shape[0]
+
+    def _add_drift(self, tokens: Tensor, reference: Tensor) -> Tensor:
+        """Return where these tokens' products belong, to be added to H in the end."""
+        if self.drift is None or self.drift_H is None:
+            self.drift, self.drift_H = torch.zeros_like(self.H), torch.zeros_like(self.H)
+        difference = reference.float() - tokens
+        if multiplies_bfloat16(tokens.device):
+            self.drift += difference.bfloat16().t() @ tokens.bfloat16()
+        else:
+            self.drift.addmm_(difference.t(), tokens.float())
+        self.drift_tokens += tokens.shape[0]
+        return self.drift_H
 
     def _counted(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """The tokens that count, [tokens, K]."""
@@ -123,30 +123,18 @@ def _add_products(H: Tensor, x: Tensor, blocks: list[slice]) -> None:
         H[block, block.start :].addmm_(x[:, block].t(), x[:, block.start :])
 
 
-def _add_int8_products(H: Tensor, drift: Tensor | None, x: Tensor, difference: Tensor | None, blocks: list[slice]) -> None:
-    """Of x and difference [T, K] rounded to 8 bits; tokens with a value 8 times most tokens' largest count exactly."""
+def _add_int8_products(H: Tensor, x: Tensor, blocks: list[slice]) -> None:
+    """Of x [T, K] rounded to 8 bits; tokens with a value 8 times most tokens' largest count exactly."""
     largest = _largest(x, 1)
     massive = (largest > 8 * largest.median()).nonzero().squeeze(1)
     if len(massive):
-        exact = x[massive].float()
-        _add_products(H, exact, blocks)
+        _add_products(H, x[massive].float(), blocks)
         x = x.index_fill(0, massive, 0.0)
-        if difference is not None and drift is not None:
-            drift.addmm_(difference[massive].t(), exact)
-            difference.index_fill_(0, massive, 0.0)
-    codes, scale = _to_int8(x)
+    scale = _largest(x, 0).div_(127)
+    codes = (x / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
     for block in blocks:
         product = torch._int_mm(codes[:, block].t(), codes[:, block.start :])
         H[block, block.start :].addcmul_(product * scale[block.start :], scale[block].unsqueeze(1))
-    if difference is not None and drift is not None:
-        others, their_scale = _to_int8(difference)
-        drift.addcmul_(torch._int_mm(others.t(), codes) * scale, their_scale.unsqueeze(1))
-
-
-def _to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, K] -> codes and scales [K] float32."""
-    scale = _largest(x, 0).div_(127)
-    return (x / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8), scale
 
 
 def _largest(x: Tensor, dim: int) -> Tensor:
