@@ -43,7 +43,7 @@ from torchq.sources import demo_model_path, load_source
 
 PEERS = Path(__file__).resolve().parent / "peers"
 RECIPES = {
-    "torchq": ("rtn", "gptq", "auto"),
+    "torchq": ("rtn", "gptq", "gptq_recompute", "auto"),
     "llmcompressor": ("rtn", "gptq", "gptq_imatrix_mse", "awq"),
     "autoround": ("light",),
     "gptqmodel": ("gptq", "gptq_mse"),

@@ -107,6 +107,7 @@ def test_group_size_of_overrides():
         ({"group_size": "64"}, TypeError, r"group_size must be an integer, got '64'"),
         ({"scheme": "W8A8", "group_size": 64}, ValueError, r"group_size=64 does not apply to scheme W8A8"),
         ({"scheme": "FP8", "symmetric": False}, ValueError, r"type='float' is always symmetric"),
+        ({"recompute": "yes"}, ValueError, r"recompute must be True, False or None, got 'yes'"),
         ({"algorithm": "smoothquant"}, NotImplementedError, r"algorithm='smoothquant' is not supported yet; supported: .*'auto'"),
         ({"algorithm": "AWQ"}, NotImplementedError, r"algorithm='AWQ' is not supported yet; supported: .*'auto', 'rtn', 'gptq'"),
         ({"algorithm": "hqq"}, ValueError, r"algorithm='hqq' is unknown; supported: .*'rtn', 'gptq'\), RTN\(...\) or GPTQ"),

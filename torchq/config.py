@@ -44,6 +44,10 @@ class QuantConfig:
             (what the model is in; statistics are then exact as well), or ``"auto"``: bfloat16 for float32 models on devices that
             multiply it. Statistics are of rounded inputs where that is faster
             (:class:`torchq.calibration.statistics.InputStatistics`), and summed and solved in float32.
+        recompute: Whether calibration keeps no more than each block's input of all calibration tokens, and computes the block
+            anew for each group of layers in it: the same result in less memory, for more than twice the forward work. None:
+            only where one layer's intermediates of all tokens would take more than half of the memory that is left; the report
+            says so.
         strict: Raise if any parameter that holds a matrix of a targeted kind (a fused 3-D expert tensor, a subclass of Linear
             with a forward of its own) cannot be quantized, instead of leaving it in 16 bits and reporting it.
 
@@ -61,6 +65,7 @@ class QuantConfig:
     kv_cache: str | None = None
     propagate: str = "true_sequential"
     calibration_dtype: str = "auto"
+    recompute: bool | None = None
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -88,6 +93,8 @@ class QuantConfig:
             raise ValueError(f"propagate must be one of {PROPAGATE}, got {self.propagate!r}")
         if self.calibration_dtype not in CALIBRATION_DTYPES:
             raise ValueError(f"calibration_dtype must be one of {CALIBRATION_DTYPES}, got {self.calibration_dtype!r}")
+        if self.recompute not in (None, True, False):
+            raise ValueError(f"recompute must be True, False or None, got {self.recompute!r}")
         self.resolve()
         object.__setattr__(self, "overrides", dict(self.overrides))
         for pattern in self.overrides:

@@ -125,7 +125,14 @@ def quantize_(
                     advance()
 
                 report.timings = quantize_calibrated(
-                    model, calibrated, batches, config, device=device, undo_log=undo_log, finish=finish
+                    model,
+                    calibrated,
+                    batches,
+                    config,
+                    device=device,
+                    undo_log=undo_log,
+                    finish=finish,
+                    warnings=report.warnings,
                 )
         report.warnings += _untie(model, todo, shared, undo_log)
         _describe_in_config(model, undo_log)

@@ -1,4 +1,4 @@
-"""torchq itself, through the same door as its peers: a recipe is the name of an algorithm. Arguments: see ``peer.py``."""
+"""torchq itself, through the same door as its peers: a recipe is the name of an algorithm, or ``gptq_recompute``. Arguments: see ``peer.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from peer import load_model, run
 
 from torchq import QuantConfig, quantize_, save_pretrained
 
-RECIPES = ("rtn", "gptq", "auto")
+RECIPES = ("rtn", "gptq", "gptq_recompute", "auto")
 
 
 def quantize(arguments: argparse.Namespace, loaded: tuple[Any, Any]) -> tuple[Any, dict[str, Any]]:
@@ -19,7 +19,8 @@ def quantize(arguments: argparse.Namespace, loaded: tuple[Any, Any]) -> tuple[An
         f"W{arguments.bits}A16",
         group_size=arguments.group_size,
         symmetric=arguments.symmetric,
-        algorithm=arguments.recipe,
+        algorithm=arguments.recipe.removesuffix("_recompute"),
+        recompute=True if arguments.recipe.endswith("_recompute") else None,
     )
     operations = _operations(arguments, model) if arguments.recipe != "rtn" else {}
     report = quantize_(model, config, calibration=_calibration(arguments), tokenizer=tokenizer, progress=False)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from torchq import GPTQ, RTN, QuantConfig, QuantLinear, load_pretrained, quantize_, save_pretrained
 from torchq.algorithms.gptq import GroupSolver
+from torchq.calibration import solve
 from torchq.calibration.data import CalibrationData
-from torchq.calibration.solve import _block_of
+from torchq.calibration.stream import block_of
 from torchq.testing import tiny_llama
 
 COMMON = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=128,
@@ -186,6 +187,26 @@ def test_the_same_call_gives_the_same_codes_and_a_model_in_training_mode_comes_b
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "t5"])
+def test_recomputing_blocks_gives_the_same_model_and_is_chosen_where_memory_is_short(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = []
+    for recompute, left in ((False, 0), (None, 1 << 40), (None, None), (True, 1 << 40)):
+        monkeypatch.setattr(solve, "available_memory", lambda device, left=left: left)
+        model = build(name, torch.bfloat16)
+        quantize_(model, dataclasses.replace(W4, recompute=recompute), calibration=data())
+        codes.append({key: value for key, value in model.state_dict().items() if "packed" in key or "scale" in key})
+    monkeypatch.setattr(solve, "available_memory", lambda device: 100_000)
+    model = build(name, torch.bfloat16)
+    with pytest.warns(UserWarning, match=r"[\d,]+ tokens hold about 0\.\d GB inside a layer, and cpu has 0\.0 GB left"):
+        report = quantize_(model, W4, calibration=data())
+    assert any("recompute=True" in message for message in report.warnings)
+    codes.append({key: value for key, value in model.state_dict().items() if "packed" in key or "scale" in key})
+    for other in codes[1:]:
+        assert other.keys() == codes[0].keys() and all(torch.equal(other[key], value) for key, value in codes[0].items())
+
+
 def test_a_quantized_head_is_calibrated_too() -> None:
     model = tiny_llama()
     report = quantize_(model, QuantConfig("W4A16", group_size=32, ignore=[]), calibration=data())
@@ -256,8 +277,8 @@ def test_a_weight_used_by_two_layers_is_solved_once() -> None:
 
 
 def test_blocks_by_name() -> None:
-    assert _block_of("model.layers.3.mlp.up_proj") == "model.layers.3"
-    assert _block_of("encoder.block.0.layer.1.DenseReluDense.wi") == "encoder.block.0"
-    assert _block_of("transformer.h.11.attn.c_attn") == "transformer.h.11"
-    assert _block_of("0.weight") == "0"
-    assert _block_of("lm_head") is None
+    assert block_of("model.layers.3.mlp.up_proj") == "model.layers.3"
+    assert block_of("encoder.block.0.layer.1.DenseReluDense.wi") == "encoder.block.0"
+    assert block_of("transformer.h.11.attn.c_attn") == "transformer.h.11"
+    assert block_of("0.weight") == "0"
+    assert block_of("lm_head") is None

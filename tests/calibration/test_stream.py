@@ -1,5 +1,6 @@
 """The suspended forward pass gives the statistics of a plain true-sequential loop."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,9 @@ import transformers as hf
 from torch import Tensor, nn
 
 from torchq.calibration.packing import Batch
+from torchq.calibration.passes import eval_mode
 from torchq.calibration.statistics import InputStatistics
-from torchq.calibration.stream import Group, eval_mode, find_groups, stream
+from torchq.calibration.stream import Group, find_groups, stream
 from torchq.testing import tiny_llama
 
 COMMON = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
@@ -47,7 +49,9 @@ def plain_loop(model: nn.Module, groups: list[Group], data: list[Batch]) -> dict
     return result
 
 
-def streamed(model: nn.Module, data: list[Batch], held: list[Batch], change: Callable[[list[str]], None]) -> dict[str, Any]:
+def streamed(
+    model: nn.Module, data: list[Batch], held: list[Batch], change: Callable[[list[str]], None], *, recompute: bool = False
+) -> dict[str, Any]:
     layers, found = linears(model), {}
 
     def solve(group: Group) -> None:
@@ -56,7 +60,7 @@ def streamed(model: nn.Module, data: list[Batch], held: list[Batch], change: Cal
         change(group.names)
 
     groups = find_groups(model, layers, data[0])
-    assert stream(model, layers, groups, data, held, solve) == []
+    assert stream(model, layers, groups, data, held, solve, recompute=recompute) == []
     return found
 
 
@@ -70,21 +74,23 @@ def test_groups_are_the_layers_that_read_one_tensor_in_order() -> None:
     assert all(group.calls == 1 for group in groups)
 
 
-def test_equals_a_plain_true_sequential_loop_bit_for_bit() -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_equals_a_plain_true_sequential_loop_bit_for_bit(recompute: bool) -> None:
     data = batches(3)
     model = tiny_llama().eval()
     expected = plain_loop(model, find_groups(model, linears(model), data[0]), data)
     model = tiny_llama().eval()
     layers = linears(model)
-    found = streamed(model, data, batches(2, seed=1), lambda names: halve(layers, names))
+    found = streamed(model, data, batches(2, seed=1), lambda names: halve(layers, names), recompute=recompute)
     assert list(found) == list(expected)
     for name, (H, num_tokens, holdout) in found.items():
         assert torch.equal(H, expected[name]), name
         assert num_tokens == 3 * 2 * 9 and holdout is not None and not torch.equal(H, holdout)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_drift_is_that_between_the_two_models(share: float) -> None:
+def test_drift_is_that_between_the_two_models(share: float, recompute: bool) -> None:
     """Two plain models side by side give the same sums: the reference passes run on the original weights everywhere."""
     data, model, original = batches(4), tiny_llama().eval(), tiny_llama().eval()
     layers, before = linears(model), linears(original)
@@ -97,7 +103,7 @@ def test_drift_is_that_between_the_two_models(share: float) -> None:
         assert group.holdout.drift_tokens == group.holdout.num_tokens
         halve(layers, group.names)
 
-    assert stream(model, layers, groups, data, batches(1, seed=1), solve, drift_tokens=share) == []
+    assert stream(model, layers, groups, data, batches(1, seed=1), solve, drift_tokens=share, recompute=recompute) == []
     with_reference = data if share == 1 else data[::2]
     changed = tiny_llama().eval()
     for group in groups:
@@ -151,7 +157,8 @@ def test_padding_does_not_count() -> None:
         assert torch.allclose(H, alone[name][0], rtol=1e-4, atol=1e-4), name
 
 
-def test_modules_used_several_times_accumulate_and_are_solved_once() -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_modules_used_several_times_accumulate_and_are_solved_once(recompute: bool) -> None:
     model = hf.AlbertModel(hf.AlbertConfig(**COMMON, embedding_size=32)).eval()
     layers = {name: m for name, m in linears(model).items() if "pooler" not in name}
     groups = find_groups(model, layers, batches(1)[0])
@@ -172,7 +179,7 @@ def test_modules_used_several_times_accumulate_and_are_solved_once() -> None:
         assert group.train.drift_tokens == group.train.num_tokens  # at every visit
         halve(layers, group.names)
 
-    stream(model, layers, groups, batches(2), [], solve, drift_tokens=1)
+    stream(model, layers, groups, batches(2), [], solve, drift_tokens=1, recompute=recompute)
     assert len(solved) == len({name for name, _ in solved}) == len(groups)
     for name, num_tokens in solved:
         assert num_tokens == (2 if "albert_layer_groups" in name else 1) * 2 * 2 * 9
@@ -198,7 +205,114 @@ def test_each_layer_runs_once_and_what_follows_the_last_one_does_not_run() -> No
     assert calls == {"layer": 4 + 4 + 2, "lm_head": 0}
 
 
-def test_data_dependent_paths() -> None:
+class Recorded:
+    """Sums of every group of a model, found with passes suspended in layers and with recomputed blocks."""
+
+    def __init__(self, build: Callable[[], nn.Module], data: list[Batch], *, autocast: torch.dtype | None = None) -> None:
+        self.sums: dict[bool, dict[str, list[Tensor]]] = {False: {}, True: {}}
+        self.runs: dict[bool, dict[str, int]] = {False: {}, True: {}}
+        for recompute in (False, True):
+            model = build().eval()
+            layers, runs, sums = linears(model), self.runs[recompute], self.sums[recompute]
+            groups = find_groups(model, layers, data[0], autocast=autocast)
+
+            def solve(group: Group, layers: dict[str, nn.Module] = layers, sums: dict[str, list[Tensor]] = sums) -> None:
+                assert group.train is not None and group.holdout is not None and group.train.drift is not None
+                statistics = (group.train.H, group.holdout.H, group.train.drift, group.train.absmax)
+                sums[group.names[0]] = [value.clone() for value in statistics]
+                halve(layers, group.names)
+
+            for name, layer in layers.items():
+                layer.register_forward_hook(lambda *_, n=name, runs=runs: runs.update({n: runs.get(n, 0) + 1}))
+            stream(model, layers, groups, data[1:], data[:1], solve, drift_tokens=0.5, recompute=recompute, autocast=autocast)
+            assert not any(module._forward_pre_hooks for module in model.modules())
+
+    def check(self) -> None:
+        suspended, recomputed = self.sums[False], self.sums[True]
+        assert list(suspended) == list(recomputed) and len(suspended) > 2
+        for name, expected in suspended.items():
+            assert all(map(torch.equal, recomputed[name], expected)), name
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_recomputed_blocks_give_the_same_sums(autocast: torch.dtype | None) -> None:
+    recorded = Recorded(tiny_llama, batches(4), autocast=autocast)
+    recorded.check()
+    for suspended, recomputed in zip(recorded.runs[False].values(), recorded.runs[True].values(), strict=True):
+        assert 0 <= recomputed - suspended <= 3 * 4  # as often as there are groups after it in its block
+    assert recorded.runs[True]["model.layers.0.self_attn.q_proj"] == recorded.runs[False]["model.layers.0.self_attn.q_proj"] + 12
+
+
+def test_recomputed_blocks_of_an_encoder_and_a_decoder_give_the_same_sums() -> None:
+    """Cross attention reads one tensor in all decoder blocks; and layers outside blocks are there too."""
+    sizes = dict(d_model=64, d_ff=128, num_layers=2, num_heads=4, d_kv=16, vocab_size=128, decoder_start_token_id=0)
+    data = [Batch({**b.inputs, "decoder_input_ids": b.inputs["input_ids"].flip(1)}, None) for b in batches(4)]
+    torch.manual_seed(0)
+    model = hf.T5ForConditionalGeneration(hf.T5Config(**sizes))
+    model.proj = nn.Linear(64, 64)
+    model.decoder.final_layer_norm.register_forward_hook(lambda module, args, output: model.proj(output))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def build() -> nn.Module:
+        for name, layer in linears(model).items():
+            layer._parameters["weight"] = nn.Parameter(state[f"{name}.weight"].clone())
+        return model
+
+    recorded = Recorded(build, data)
+    recorded.check()
+    assert "proj" in recorded.sums[True] and "decoder.block.0.layer.1.EncDecAttention.k" in recorded.sums[True]
+
+
+def test_recomputed_blocks_that_write_to_their_input_give_the_same_sums() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = (nn.Linear(64, 64) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x.add_(self.first(x).tanh()).add_(self.second(x.sin()))
+            return x.add_(self.third(x.cos()))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.blocks = nn.Embedding(128, 64), nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            x = self.embed(input_ids)
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Model()
+
+    Recorded(build, batches(4)).check()
+
+
+def test_recomputing_holds_one_micro_batch_inside_a_block() -> None:
+    model = tiny_llama().eval()
+    alive: dict[bool, int] = {}
+    for recompute in (False, True):
+        inputs: list[weakref.ref[Tensor]] = []
+        handle = model.model.layers[0].mlp.down_proj.register_forward_pre_hook(
+            lambda module, args, inputs=inputs: inputs.append(weakref.ref(args[0]))
+        )
+
+        def solve(group: Group, recompute: bool = recompute, inputs: list[weakref.ref[Tensor]] = inputs) -> None:
+            if group.names == ["model.layers.0.mlp.down_proj"]:
+                alive[recompute] = sum(one() is not None for one in inputs)
+
+        groups = find_groups(model, linears(model), batches(1)[0])
+        inputs.clear()
+        stream(model, linears(model), groups, batches(5), [], solve, recompute=recompute)
+        handle.remove()
+    assert alive == {False: 5, True: 0}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_data_dependent_paths(recompute: bool) -> None:
     """Micro-batches that take different ways through the model, as those of routed experts do."""
 
     class Routed(nn.Module):
@@ -217,7 +331,12 @@ def test_data_dependent_paths() -> None:
     layers = linears(model)
     tokens: dict[str, int] = {}
     groups = find_groups(model, layers, data[0])
-    stream(model, layers, groups, data, [], lambda group: tokens.update({group.names[0]: group.train.num_tokens}))
+
+    def solve(group: Group) -> None:
+        assert group.train is not None
+        tokens[group.names[0]] = group.train.num_tokens
+
+    stream(model, layers, groups, data, [], solve, recompute=recompute)
     assert tokens == {"experts.0": 4, "experts.1": 4, "experts.2": 4, "out": 6}
 
 
@@ -249,8 +368,9 @@ def test_no_drift_between_tokens_that_are_not_the_same() -> None:
     assert drift["first"] == (18, 18) and drift["left"][0] == drift["right"][0] == 0 and drift["left"][1] > 0
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("when", ["solve", "forward", "interrupt"])
-def test_a_failure_leaves_no_hooks_and_no_suspended_calls(when: str) -> None:
+def test_a_failure_leaves_no_hooks_and_no_suspended_calls(when: str, recompute: bool) -> None:
     model = tiny_llama().eval()
     layers = linears(model)
     groups = find_groups(model, layers, batches(1)[0])
@@ -263,8 +383,8 @@ def test_a_failure_leaves_no_hooks_and_no_suspended_calls(when: str) -> None:
             model.model.layers[1].mlp.act_fn = None  # calling it fails
 
     with pytest.raises(TypeError if when == "forward" else error):
-        stream(model, layers, groups, batches(2), [], solve)
-    assert not any(module._forward_pre_hooks for module in model.modules())
+        stream(model, layers, groups, batches(2), [], solve, recompute=recompute)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     assert torch.is_grad_enabled()
 
 

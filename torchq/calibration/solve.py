@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -14,17 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from torchq import numerics
+from torchq._memory import available_memory
 from torchq._undo import UndoLog
 from torchq.algorithms.gptq import GPTQ, GroupSolver, SingularHessianError, output_error, sample_rows
 from torchq.algorithms.rtn import RTN, quantize_weight
 from torchq.calibration.data import Batches
+from torchq.calibration.passes import eval_mode
 from torchq.calibration.statistics import InputStatistics, multiplies_bfloat16
-from torchq.calibration.stream import Group, eval_mode, find_groups, stream
+from torchq.calibration.stream import Group, block_of, find_groups, num_tokens_of, stream
 from torchq.config import QuantConfig
 from torchq.linear import QuantizedWeight
 from torchq.matching import is_conv1d
 from torchq.model_utils import list_names, weight_of
 from torchq.preflight import LayerPlan
+
+_RESIDUALS = 4  # tensors of the residual stream's size that a suspended pass of transformers' decoders holds
+_SHARE_OF_MEMORY = 0.5  # of what is left, which what passes hold may take
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class _Run:
     undo_log: UndoLog
     finish: Callable[[LayerPlan, Solved], None]
     timings: dict[str, float]
+    warnings: list[str]
     pending: list[tuple[LayerPlan, Solved]] = field(default_factory=list)
     block: str | None = None
 
@@ -65,6 +70,7 @@ def quantize_calibrated(
     device: torch.device | str | None,
     undo_log: UndoLog,
     finish: Callable[[LayerPlan, Solved], None],
+    warnings: list[str],
 ) -> dict[str, float]:
     """Quantize layers on calibration data.
 
@@ -76,6 +82,7 @@ def quantize_calibrated(
         device: Where to sum and solve; each layer's own device by default.
         undo_log: Records each weight before it is replaced.
         finish: Called once for each plan when no forward pass is inside the layer, to swap in the QuantLinear and report.
+        warnings: What a user should know of the run is added here.
 
     Returns:
         Seconds by part: ``forward``, ``hessian``, ``scales`` (their search), ``solve``.
@@ -89,13 +96,14 @@ def quantize_calibrated(
         if name in by_name and module is by_name[name].modules[name]:
             layers[name] = module
     timings: dict[str, float] = {}
-    run = _Run(model, by_name, layers, config, device, undo_log, finish, timings)
+    run = _Run(model, by_name, layers, config, device, undo_log, finish, timings, warnings)
     training = {name: module.training for name, module in layers.items()}
     with eval_mode(model):
         begun = time.perf_counter()
         autocast = _autocast_dtype(config, layers)
         groups = find_groups(model, layers, batches.train[0], autocast=autocast)
         timings["forward"] = time.perf_counter() - begun
+        drift_tokens = _drift_tokens(config, plans) if config.propagate == "true_sequential" else 0.0
         unreached = stream(
             model,
             layers,
@@ -107,7 +115,8 @@ def quantize_calibrated(
             exact=config.calibration_dtype == "model",
             device=device,
             timings=timings,
-            drift_tokens=_drift_tokens(config, plans) if config.propagate == "true_sequential" else 0.0,
+            drift_tokens=drift_tokens,
+            recompute=_recompute(run, groups, batches, drift_tokens),
         )
     _finish_pending(run)
     for name, mode in training.items():
@@ -127,7 +136,7 @@ def _solve_group(run: _Run, group: Group) -> None:
     assert group.train is not None
     if group.train.num_tokens == 0:
         raise ValueError(f"calibration: no token that counts reaches {list_names(group.names)} (all are padding)")
-    block = _block_of(group.names[0])
+    block = block_of(group.names[0])
     if block != run.block or block is None:
         _finish_pending(run)
     run.block = block
@@ -182,6 +191,26 @@ def _drift_tokens(config: QuantConfig, plans: list[LayerPlan]) -> float:
     schemes = [plan.scheme for plan in plans if plan.scheme is not None and plan.scheme.weights.num_bits < 8]
     recipes = [config.recipe(scheme, True) for scheme in schemes]
     return max((recipe.drift_tokens for recipe in recipes if isinstance(recipe, GPTQ)), default=0.0)
+
+
+def _recompute(run: _Run, groups: list[Group], batches: Batches, drift_tokens: float) -> bool:
+    """Whether blocks are computed anew because what passes suspended inside them hold is too much; then with a warning."""
+    if run.config.recompute is not None or not groups:
+        return bool(run.config.recompute)
+    trained, held_out = (sum(map(num_tokens_of, some)) for some in (batches.train, batches.holdout))
+    twice = drift_tokens * trained + held_out if drift_tokens else 0.0
+    residual, widest = groups[0].bytes_per_token, max(group.bytes_per_token for group in groups)
+    needed = (trained + held_out) * (_RESIDUALS * residual + widest) + twice * _RESIDUALS * residual
+    device = next(run.model.parameters()).device
+    left = available_memory(device)
+    if left is None or needed <= _SHARE_OF_MEMORY * left:
+        return False
+    run.warnings.append(
+        f"calibration: {trained + held_out:,} tokens hold about {needed / 1e9:.1f} GB inside a layer, and {device} has "
+        f"{left / 1e9:.1f} GB left: blocks are computed anew for each group of layers (recompute=True), which takes less memory "
+        "and more time; fewer calibration tokens, or recompute=False, do without"
+    )
+    return True
 
 
 def _autocast_dtype(config: QuantConfig, layers: dict[str, nn.Module]) -> torch.dtype | None:
@@ -252,9 +281,3 @@ def _return_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
-
-
-def _block_of(name: str) -> str | None:
-    """``model.layers.3`` for ``model.layers.3.mlp.up_proj``; None for layers outside numbered blocks."""
-    match = re.match(r"(?:.*?\.)?\d+(?=\.)", name)
-    return match[0] if match else None

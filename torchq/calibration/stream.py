@@ -13,25 +13,27 @@ at a group and the two inputs have been compared, it goes on through that group,
 the next. So the model is there once, and of a layer's two wide inputs (an MLP's, say) at most one is alive. (Members of a group
 that run later, such as the cross attention of further decoder layers, which reads what the first one's reads, are then
 quantized.)
+
+Where one layer's intermediates of all micro-batches are too much, passes are suspended before *blocks* instead, where they hold
+little more than the residual stream, and a block is computed anew up to each of its groups, one micro-batch at a time.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+import re
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-import greenlet
 import torch
 from torch import Tensor, nn
 
 from torchq.calibration.packing import Batch
+from torchq.calibration.passes import Pass, Passes, autocast_to, input_of, no_cache, reduced
 from torchq.calibration.statistics import InputStatistics
 
 
@@ -42,36 +44,16 @@ class Group:
     Attributes:
         names: Module names; the first is the leader, at which micro-batches wait.
         calls: How often the leader is called in one forward pass. The group is solved at its last call.
+        bytes_per_token: Of what the leader reads.
         train: Sums over the calibration tokens.
         holdout: Sums over the held-out tokens.
     """
 
     names: list[str]
     calls: int = 1
+    bytes_per_token: float = 0.0
     train: InputStatistics | None = None
     holdout: InputStatistics | None = None
-
-
-@dataclass
-class _Pass:
-    """A suspended forward pass: the leader it waits at and its input, both None when it has ended, and its visits so far."""
-
-    batch: Batch
-    held_out: bool
-    run: greenlet.greenlet
-    device: str
-    reference: _Pass | None = None
-    waiting: str | None = None
-    input: Tensor | None = None
-    visits: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-
-    def go_on(self) -> None:
-        """Run to the next leader, or to the end."""
-        self.waiting = self.input = None
-        result = _switch(self.run.switch, self.device)
-        if not self.run.dead:
-            self.waiting, self.input = result
-            self.visits[self.waiting] += 1
 
 
 @torch.no_grad()
@@ -94,7 +76,7 @@ def find_groups(
 
     def watch(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = _input_of(args, kwargs)
+            x = input_of(args, kwargs)
             alive.append(x)
             calls.append((name, (x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)))
 
@@ -102,18 +84,20 @@ def find_groups(
 
     handles = [module.register_forward_pre_hook(watch(name), with_kwargs=True) for name, module in layers.items()]
     try:
-        with _reduced(model, autocast), _autocast(model, autocast):
-            model(**_first_sequence(batch), **_no_cache(model), **_few_logits(model))
+        with reduced(model, autocast), autocast_to(model, autocast):
+            model(**_first_sequence(batch), **no_cache(model), **_few_logits(model))
     finally:
         for handle in handles:
             handle.remove()
+    num_tokens = max(num_tokens_of(Batch(_first_sequence(batch), None)), 1)
     last = {name: index for index, (name, _) in enumerate(calls)}
     groups: dict[tuple[Any, ...], Group] = {}
     for index, (name, key) in enumerate(calls):
         if last[name] == index:
             groups.setdefault(key, Group([])).names.append(name)
     for group in groups.values():
-        group.calls = sum(name == group.names[0] for name, _ in calls)
+        mine = [x for (name, _), x in zip(calls, alive, strict=True) if name == group.names[0]]
+        group.calls, group.bytes_per_token = len(mine), mine[-1].nbytes / num_tokens
     return list(groups.values())
 
 
@@ -127,6 +111,7 @@ def stream(
     solve: Callable[[Group], None],
     *,
     drift_tokens: float = 0.0,
+    recompute: bool = False,
     autocast: torch.dtype | None = None,
     exact: bool = True,
     device: torch.device | str | None = None,
@@ -145,6 +130,8 @@ def stream(
         drift_tokens: Share of the micro-batches (if not 0: at least one, and all held-out ones) that run through the original
             weights as well, to sum the drift between the two. Where the two take different ways (routed experts), no drift is
             summed.
+        recompute: Whether passes wait before blocks and compute a block anew for each of its groups: about 2.7 times the
+            forward work of a Llama, in less memory.
         autocast: What products are computed in (``torch.autocast``), or None: what the model is in.
         exact: As for :class:`InputStatistics`.
         device: Where to sum; each layer's own device by default.
@@ -159,34 +146,15 @@ def stream(
     timings = {} if timings is None else timings
     leaders, order = _in_order(groups, layers)
     names, last = list(layers), max(order.values())
-    main, model_device = greenlet.getcurrent(), _device_of(model)
-    running: set[greenlet.greenlet] = set()
-    unsolved = set(leaders)
+    blocks, inside = _blocks(model, leaders) if recompute else ({}, {})
 
-    def wait(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if greenlet.getcurrent() in running:
-                x = _input_of(args, kwargs)
-                _switch(partial(main.switch, (name, x)), model_device)
-
-        return hook
-
-    def start(batch: Batch, held_out: bool) -> _Pass:
-        def forward() -> None:
-            with _autocast(model, autocast):
-                model(**batch.inputs, **_no_cache(model))
-
-        run = greenlet.greenlet(forward)
-        running.add(run)
-        return _Pass(batch, held_out, run, model_device)
-
-    def advance(one: _Pass) -> None:
+    def advance(one: Pass) -> None:
         """On to the next leader, where its input is summed."""
         with _timed(timings, "forward"):
             one.go_on()
         if one.waiting is None or one.waiting not in unsolved:
             return
-        other, place = one.reference, (order[one.waiting], one.visits[one.waiting])
+        other, place = references.get(one), (order[one.waiting], one.visits[one.waiting])
         if other is not None:
             with _timed(timings, "forward"):
                 while other.waiting is not None and (order[other.waiting], other.visits[other.waiting]) < place:
@@ -196,20 +164,20 @@ def stream(
             statistics = _statistics(leaders[one.waiting], one, device, exact)
             _add(statistics, one, other.input if met and other is not None else None)
         at_the_end = order[one.waiting] == last and one.visits[one.waiting] >= leaders[one.waiting].calls
+        one.rest()
         if met and other is not None and not at_the_end:  # past this group while its weights are the original ones
             with _timed(timings, "forward"):
                 other.go_on()
 
-    undo = ExitStack()
-    undo.enter_context(_reduced(model, autocast))
-    for name in leaders:
-        undo.callback(layers[name].register_forward_pre_hook(wait(name), with_kwargs=True).remove)
-    passes = [start(batch, False) for batch in train] + [start(batch, True) for batch in holdout]
-    try:
+    with Passes(model, {name: layers[name] for name in leaders}, blocks, inside, autocast=autocast) as started:
+        unsolved = started.unsolved
+        passes = [started.start(batch, recompute=recompute) for batch in train]
+        passes += [started.start(batch, True, recompute=recompute) for batch in holdout]
+        references: dict[Pass, Pass] = {}
         for index, one in enumerate(passes):
             if drift_tokens and (one.held_out or math.ceil((index + 1) * drift_tokens) > math.ceil(index * drift_tokens)):
-                one.reference = start(one.batch, one.held_out)
-                one.reference.go_on()
+                references[one] = started.start(one.batch, one.held_out)
+                references[one].go_on()
             advance(one)
         while unsolved and (waiting := [one.waiting for one in passes if one.waiting is not None]):
             name = min(waiting, key=order.__getitem__)
@@ -223,11 +191,6 @@ def stream(
                 torch.clear_autocast_cache()  # of weights in the other dtype, which are kept until the last pass has ended
             for one in here if unsolved else ():  # the rest of the model, a large output embedding say, need not run
                 advance(one)
-    finally:
-        undo.close()
-        for run in running:
-            if not run.dead:
-                _switch(partial(run.throw, greenlet.GreenletExit), model_device)
     return sorted((name for leader in unsolved for name in leaders[leader].names), key=names.index)
 
 
@@ -245,46 +208,19 @@ def _in_order(groups: Sequence[Group], layers: Mapping[str, nn.Module]) -> tuple
     return leaders, order
 
 
-def _switch(to: Callable[[], Any], device: str) -> Any:
-    """Switch to another greenlet. PyTorch's modes belong to the thread: on return they are what they were."""
-    grad, enabled = torch.is_grad_enabled(), torch.is_autocast_enabled(device)
-    dtype, cache = torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
-    try:
-        return to()
-    finally:
-        torch.set_grad_enabled(grad)
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
-        torch.set_autocast_cache_enabled(cache)
+def _blocks(model: nn.Module, leaders: Mapping[str, Any]) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """The model's blocks that hold leaders, and which is in which."""
+    inside = {name: block for name in leaders if (block := block_of(name)) is not None}
+    return {block: model.get_submodule(block) for block in inside.values()}, inside
 
 
-def _autocast(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    return nullcontext() if dtype is None else torch.autocast(_device_of(model), dtype)
+def block_of(name: str) -> str | None:
+    """``model.layers.3`` for ``model.layers.3.mlp.up_proj``; None for layers outside numbered blocks."""
+    match = re.match(r"(?:.*?\.)?\d+(?=\.)", name)
+    return match[0] if match else None
 
 
-@contextmanager
-def _reduced(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Let what autocast leaves in float32, embeddings and norms, give its dtype as well, as in a model of that dtype."""
-
-    def cast(module: nn.Module, args: Any, output: Any) -> Any:
-        return output.to(dtype) if isinstance(output, Tensor) and output.dtype == torch.float32 else output
-
-    handles = []
-    for module in model.modules() if dtype is not None else ():
-        if module._parameters and not any(True for _ in module.children()):
-            handles.append(module.register_forward_hook(cast))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _device_of(model: nn.Module) -> str:
-    return next(model.parameters()).device.type
-
-
-def _statistics(group: Group, one: _Pass, device: torch.device | str | None, exact: bool) -> InputStatistics:
+def _statistics(group: Group, one: Pass, device: torch.device | str | None, exact: bool) -> InputStatistics:
     """Where the input that a pass waits with is summed."""
     assert one.input is not None
     name = "holdout" if one.held_out else "train"
@@ -294,18 +230,19 @@ def _statistics(group: Group, one: _Pass, device: torch.device | str | None, exa
     return statistics
 
 
-def _add(statistics: InputStatistics, one: _Pass, reference: Tensor | None) -> None:
+def _add(statistics: InputStatistics, one: Pass, reference: Tensor | None) -> None:
     """Sum the input that a pass waits with."""
     x, mask = one.input, one.batch.mask
     assert x is not None
     if mask is not None and mask.numel() * x.shape[-1] != x.numel():
         mask = None  # not one vector per token (a pooled output, patches)
-    if reference is not None and (reference.shape != x.shape or (x.ndim < 3 and x.shape[0] != _num_tokens(one.batch))):
+    if reference is not None and (reference.shape != x.shape or (x.ndim < 3 and x.shape[0] != num_tokens_of(one.batch))):
         reference = None  # of other tokens: those routed to an expert, say
     statistics.add(x, mask, reference)
 
 
-def _num_tokens(batch: Batch) -> int:
+def num_tokens_of(batch: Batch) -> int:
+    """Tokens of a micro-batch, padding included."""
     return max((value.shape[:2].numel() for value in batch.inputs.values() if isinstance(value, Tensor)), default=0)
 
 
@@ -327,17 +264,6 @@ def _check_finite(group: Group) -> None:
                 )
 
 
-def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    x = args[0] if args else next(iter(kwargs.values()))
-    assert isinstance(x, Tensor)
-    return x
-
-
-def _no_cache(model: nn.Module) -> dict[str, Any]:
-    """``use_cache=False`` where the model's forward knows it: no key-value cache is built while calibrating."""
-    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-
-
 def _few_logits(model: nn.Module) -> dict[str, Any]:
     """Those of one token, where the model's forward can do so: all of a large vocabulary may be more than the model."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
@@ -349,15 +275,3 @@ def _first_sequence(batch: Batch) -> dict[str, Any]:
         key: value[:1] if isinstance(value, Tensor) and value.ndim and value.shape[0] == rows else value
         for key, value in batch.inputs.items()
     }
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put all modules into eval mode (no dropout), and back."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
