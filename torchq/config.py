@@ -46,8 +46,8 @@ class QuantConfig:
             (:class:`torchq.calibration.statistics.InputStatistics`), and summed and solved in float32.
         recompute: Whether calibration keeps no more than each block's input of all calibration tokens, and computes the block
             anew for each group of layers in it: the same result in less memory, for more than twice the forward work. None:
-            only where one layer's intermediates of all tokens would take more than half of the memory that is left; the report
-            says so.
+            only where one layer's intermediates of all tokens would take more than half of the memory that is left, and blocks
+            have no more than 8 groups (no routed experts); a warning and the report say so.
         strict: Raise if any parameter that holds a matrix of a targeted kind (a fused 3-D expert tensor, a subclass of Linear
             with a forward of its own) cannot be quantized, instead of leaving it in 16 bits and reporting it.
 

@@ -102,6 +102,7 @@ def quantize_(
         num_parameters=0,
         torchq_version=__version__,
     )
+    announced: list[str] = []  # warnings that a user should see before the run
     shared = _shared_parameters(model, todo)
     with UndoLog(enabled=undo, num_bytes=sum(weight_of(plan.module).nbytes for plan in todo)) as undo_log:
         entries = {}
@@ -124,6 +125,10 @@ def quantize_(
                         report.warnings.append(f"{plan.names[0]}: {solved.note}")
                     advance()
 
+                def announce(message: str) -> None:
+                    warnings.warn(message, stacklevel=3)
+                    announced.append(message)
+
                 report.timings = quantize_calibrated(
                     model,
                     calibrated,
@@ -132,7 +137,7 @@ def quantize_(
                     device=device,
                     undo_log=undo_log,
                     finish=finish,
-                    warnings=report.warnings,
+                    warn=announce,
                 )
         report.warnings += _untie(model, todo, shared, undo_log)
         _describe_in_config(model, undo_log)
@@ -143,6 +148,7 @@ def quantize_(
         report.warnings += _left_out_warnings(report)
         for message in report.warnings:  # an error where warnings are errors
             warnings.warn(message, stacklevel=2)
+        report.warnings += announced
         undo_log.commit()
     _mark_quantized(model, report)
     return report

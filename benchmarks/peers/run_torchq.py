@@ -1,4 +1,7 @@
-"""torchq itself, through the same door as its peers: a recipe is the name of an algorithm, or ``gptq_recompute``. Arguments: see ``peer.py``."""
+"""torchq itself, through the same door as its peers. Arguments: see ``peer.py``.
+
+A recipe is the name of an algorithm, or ``gptq_recompute``: GPTQ in less memory.
+"""
 
 from __future__ import annotations
 

@@ -199,6 +199,10 @@ def test_recomputing_blocks_gives_the_same_model_and_is_chosen_where_memory_is_s
         codes.append({key: value for key, value in model.state_dict().items() if "packed" in key or "scale" in key})
     monkeypatch.setattr(solve, "available_memory", lambda device: 100_000)
     model = build(name, torch.bfloat16)
+    monkeypatch.setattr(solve, "_MOST_GROUPS", 0)
+    quantize_(build(name, torch.bfloat16), W4, calibration=data())  # as with many routed experts: not chosen
+    monkeypatch.undo()
+    monkeypatch.setattr(solve, "available_memory", lambda device: 100_000)
     with pytest.warns(UserWarning, match=r"[\d,]+ tokens hold about 0\.\d GB inside a layer, and cpu has 0\.0 GB left"):
         report = quantize_(model, W4, calibration=data())
     assert any("recompute=True" in message for message in report.warnings)

@@ -10,7 +10,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 from torchq.calibration.packing import Batch
-from torchq.calibration.passes import eval_mode
+from torchq.calibration.passes import Passes, eval_mode
 from torchq.calibration.statistics import InputStatistics
 from torchq.calibration.stream import Group, find_groups, stream
 from torchq.testing import tiny_llama
@@ -224,8 +224,9 @@ class Recorded:
 
             for name, layer in layers.items():
                 layer.register_forward_hook(lambda *_, n=name, runs=runs: runs.update({n: runs.get(n, 0) + 1}))
+            hooks = [len(module._forward_pre_hooks) for module in model.modules()]
             stream(model, layers, groups, data[1:], data[:1], solve, drift_tokens=0.5, recompute=recompute, autocast=autocast)
-            assert not any(module._forward_pre_hooks for module in model.modules())
+            assert hooks == [len(module._forward_pre_hooks) for module in model.modules()]
 
     def check(self) -> None:
         suspended, recomputed = self.sums[False], self.sums[True]
@@ -289,6 +290,63 @@ def test_recomputed_blocks_that_write_to_their_input_give_the_same_sums() -> Non
         return Model()
 
     Recorded(build, batches(4)).check()
+
+
+def test_recomputed_blocks_with_hooks_shared_layers_and_containers_give_the_same_sums() -> None:
+    """A pre-hook that changes a block's input, a layer that two blocks share, a list that blocks append to."""
+
+    class Block(nn.Module):
+        def __init__(self, shared: nn.Linear) -> None:
+            super().__init__()
+            self.own, self.shared = nn.Linear(64, 64), shared
+            self.register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:]))
+
+        def forward(self, x: Tensor, seen: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            seen.append(self.own(x).sin())
+            return x + self.shared(sum(seen).cos()), seen
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shared = nn.Linear(64, 64)
+            self.embed, self.blocks = nn.Embedding(128, 64), nn.ModuleList(Block(shared) for _ in range(3))
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            x, seen = self.embed(input_ids), []
+            for block in self.blocks:
+                x, seen = block(x, seen)
+            return x
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Model()
+
+    Recorded(build, batches(4)).check()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_no_cache_is_built_where_forward_does_not_name_it(recompute: bool) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tiny_llama()
+
+        def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+            return self.inner(input_ids, **kwargs)
+
+    model = Wrapped().eval()
+    caches: list[bool] = []
+    attention = model.inner.model.layers[0].self_attn
+    attention.register_forward_pre_hook(
+        lambda module, args, kwargs: caches.append(any(isinstance(value, hf.Cache) for value in kwargs.values())),
+        with_kwargs=True,
+    )
+    model(**batches(1)[0].inputs)
+    assert caches.pop()  # it builds one otherwise
+    groups = find_groups(model, linears(model), batches(1)[0])
+    stream(model, linears(model), groups, batches(2), [], lambda group: None, recompute=recompute)
+    assert len(caches) >= 3 and not any(caches)
+    assert model.inner.config.use_cache is True
 
 
 def test_recomputing_holds_one_micro_batch_inside_a_block() -> None:
@@ -370,11 +428,13 @@ def test_no_drift_between_tokens_that_are_not_the_same() -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("when", ["solve", "forward", "interrupt"])
-def test_a_failure_leaves_no_hooks_and_no_suspended_calls(when: str, recompute: bool) -> None:
+def test_a_failure_leaves_no_hooks_and_no_suspended_calls(when: str, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama().eval()
     layers = linears(model)
     groups = find_groups(model, layers, batches(1)[0])
     error = KeyboardInterrupt if when == "interrupt" else RuntimeError
+    runs, greenlet_of = [], Passes.greenlet_of
+    monkeypatch.setattr(Passes, "greenlet_of", lambda self, function: runs.append(greenlet_of(self, function)) or runs[-1])
 
     def solve(group: Group) -> None:
         if "layers.1" in group.names[0] and when != "forward":
@@ -385,6 +445,7 @@ def test_a_failure_leaves_no_hooks_and_no_suspended_calls(when: str, recompute: 
     with pytest.raises(TypeError if when == "forward" else error):
         stream(model, layers, groups, batches(2), [], solve, recompute=recompute)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert len(runs) >= 2 and all(run.dead or not run for run in runs)
     assert torch.is_grad_enabled()
 
 

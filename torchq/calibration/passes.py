@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +35,6 @@ class Passes:
         model: The model, in eval mode.
         leaders: Name -> module that passes wait before.
         blocks: Name -> module, of the blocks that recomputing passes wait before.
-        inside: Leader -> the block it is in, if any.
         autocast: What products are computed in (``torch.autocast``), or None: what the model is in.
     """
 
@@ -43,26 +43,31 @@ class Passes:
         model: nn.Module,
         leaders: Mapping[str, nn.Module],
         blocks: Mapping[str, nn.Module] | None = None,
-        inside: Mapping[str, str] | None = None,
         *,
         autocast: torch.dtype | None = None,
     ) -> None:
         self.model, self.leaders, self.blocks = model, leaders, blocks or {}
-        self.inside, self.autocast, self.device = inside or {}, autocast, device_of(model)
+        self.autocast, self.device = autocast, device_of(model)
+        self.inside: dict[str, set[str]] = {}  # block -> leaders in it; one module may be in several
+        for name, block in self.blocks.items():
+            modules = set(block.modules())
+            self.inside[name] = {leader for leader, module in leaders.items() if module in modules}
         self.unsolved = set(leaders)
         self._main = greenlet.getcurrent()
         self._running: set[greenlet.greenlet] = set()
         self._recomputing: set[greenlet.greenlet] = set()
-        self._past_stops: set[greenlet.greenlet] = set()
+        self._going_through: dict[greenlet.greenlet, str] = {}  # recomputing passes in a block that they no longer wait in
         self._undo = ExitStack()
 
     def __enter__(self) -> Passes:
         self._undo.enter_context(reduced(self.model, self.autocast))
+        self._undo.enter_context(no_cache(self.model))
         for name, module in self.leaders.items():
             self._undo.callback(module.register_forward_pre_hook(self._at_leader(name), with_kwargs=True).remove)
         for name, module in self.blocks.items():
-            self._undo.callback(module.register_forward_pre_hook(self._at_block(name), with_kwargs=True).remove)
-            self._undo.callback(module.register_forward_hook(self._after_block).remove)
+            before = module.register_forward_pre_hook(self._at_block(name), with_kwargs=True, prepend=True)  # others change args
+            self._undo.callback(before.remove)
+            self._undo.callback(module.register_forward_hook(self._after_block(name)).remove)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -72,8 +77,7 @@ class Passes:
 
     def start(self, batch: Batch, held_out: bool = False, *, recompute: bool = False) -> Pass:
         """Return a pass through the model, which has not begun yet. ``recompute``: see :class:`RecomputingPass`."""
-        inputs = {**batch.inputs, **no_cache(self.model)}
-        run = self.greenlet_of(partial(self.model, **inputs))
+        run = self.greenlet_of(partial(self.model, **batch.inputs, **without_cache(self.model)))
         if recompute:
             self._recomputing.add(run)
         return (RecomputingPass if recompute else Pass)(self, batch, held_out, run)
@@ -86,6 +90,7 @@ class Passes:
                 function()
 
         run = greenlet.greenlet(call, self._main)
+        run.gr_context = contextvars.copy_context()
         self._running.add(run)
         return run
 
@@ -104,13 +109,14 @@ class Passes:
         self._forget(run)
 
     def _forget(self, run: greenlet.greenlet) -> None:
-        for greenlets in (self._running, self._recomputing, self._past_stops):
-            greenlets.discard(run)
+        self._running.discard(run)
+        self._recomputing.discard(run)
+        self._going_through.pop(run, None)
 
     def _at_leader(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             current = greenlet.getcurrent()
-            if current in self._running and current not in self._past_stops:
+            if current in self._running and current not in self._going_through:
                 self._switch(partial(self._main.switch, _Stop(name, args, kwargs)))
 
         return hook
@@ -118,14 +124,18 @@ class Passes:
     def _at_block(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             current = greenlet.getcurrent()
-            if current in self._recomputing:
+            if current in self._recomputing and current not in self._going_through:
                 self._switch(partial(self._main.switch, _Stop(name, args, kwargs)))
-                self._past_stops.add(current)
+                self._going_through[current] = name
 
         return hook
 
-    def _after_block(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._past_stops.discard(greenlet.getcurrent())
+    def _after_block(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if self._going_through.get(greenlet.getcurrent()) == name:
+                del self._going_through[greenlet.getcurrent()]
+
+        return hook
 
     def _switch(self, to: Callable[[], Any]) -> Any:
         """Switch to another greenlet. PyTorch's modes belong to the thread: on return they are what they were."""
@@ -214,11 +224,10 @@ class RecomputingPass(Pass):
         """Go to the next leader of the block where this pass has not waited yet; None if there is none."""
         assert self._block is not None
         name, passes = self._block.name, self.passes
-        if not any(passes.inside.get(leader) == name for leader in passes.unsolved):
+        if passes.unsolved.isdisjoint(passes.inside[name]):
             return None
         self.rest()
-        args = tuple(_copied(value) for value in self._block.args)  # some blocks write to their input
-        kwargs = {key: _copied(value) for key, value in self._block.kwargs.items()}
+        args, kwargs = _copied(self._block.args), _copied(self._block.kwargs)  # some blocks write to their input
         self._again = again = passes.greenlet_of(partial(passes.blocks[name], *args, **kwargs))
         if self.run.gr_context is not None:
             again.gr_context = self.run.gr_context.copy()
@@ -232,7 +241,12 @@ class RecomputingPass(Pass):
 
 
 def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) and value.is_floating_point() else value
+    """Copies of floating-point tensors, also inside tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return value.clone() if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(map(_copied, value))
+    return {key: _copied(item) for key, item in value.items()} if type(value) is dict else value
 
 
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -270,8 +284,22 @@ def device_of(model: nn.Module) -> str:
     return next(model.parameters()).device.type
 
 
-def no_cache(model: nn.Module) -> dict[str, Any]:
-    """``use_cache=False`` where the model's forward knows it: no key-value cache is built while calibrating."""
+@contextmanager
+def no_cache(model: nn.Module) -> Iterator[None]:
+    """Turn key-value caches off in the configurations of all submodules: some models' forward passes the argument on unseen."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in caching:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
+
+
+def without_cache(model: nn.Module) -> dict[str, Any]:
+    """``use_cache=False`` where the model's forward names it: not every configuration counts."""
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
 

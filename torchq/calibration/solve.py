@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ from torchq.model_utils import list_names, weight_of
 from torchq.preflight import LayerPlan
 
 _RESIDUALS = 4  # tensors of the residual stream's size that a suspended pass of transformers' decoders holds
+_MOST_GROUPS = 8  # of a block: each costs another run of it, and with routed experts there may be hundreds
 _SHARE_OF_MEMORY = 0.5  # of what is left, which what passes hold may take
 
 
@@ -55,7 +57,7 @@ class _Run:
     undo_log: UndoLog
     finish: Callable[[LayerPlan, Solved], None]
     timings: dict[str, float]
-    warnings: list[str]
+    warn: Callable[[str], None]
     pending: list[tuple[LayerPlan, Solved]] = field(default_factory=list)
     block: str | None = None
 
@@ -70,7 +72,7 @@ def quantize_calibrated(
     device: torch.device | str | None,
     undo_log: UndoLog,
     finish: Callable[[LayerPlan, Solved], None],
-    warnings: list[str],
+    warn: Callable[[str], None],
 ) -> dict[str, float]:
     """Quantize layers on calibration data.
 
@@ -82,7 +84,7 @@ def quantize_calibrated(
         device: Where to sum and solve; each layer's own device by default.
         undo_log: Records each weight before it is replaced.
         finish: Called once for each plan when no forward pass is inside the layer, to swap in the QuantLinear and report.
-        warnings: What a user should know of the run is added here.
+        warn: Called with what a user should know before the run.
 
     Returns:
         Seconds by part: ``forward``, ``hessian``, ``scales`` (their search), ``solve``.
@@ -96,7 +98,7 @@ def quantize_calibrated(
         if name in by_name and module is by_name[name].modules[name]:
             layers[name] = module
     timings: dict[str, float] = {}
-    run = _Run(model, by_name, layers, config, device, undo_log, finish, timings, warnings)
+    run = _Run(model, by_name, layers, config, device, undo_log, finish, timings, warn)
     training = {name: module.training for name, module in layers.items()}
     with eval_mode(model):
         begun = time.perf_counter()
@@ -199,18 +201,32 @@ def _recompute(run: _Run, groups: list[Group], batches: Batches, drift_tokens: f
         return bool(run.config.recompute)
     trained, held_out = (sum(map(num_tokens_of, some)) for some in (batches.train, batches.holdout))
     twice = drift_tokens * trained + held_out if drift_tokens else 0.0
-    residual, widest = groups[0].bytes_per_token, max(group.bytes_per_token for group in groups)
+    blocks = Counter(block_of(group.names[0]) for group in groups)
+    residual = max(group.bytes_per_token for group in groups if _begins_block(groups, group))
+    widest = max(group.bytes_per_token for group in groups)
     needed = (trained + held_out) * (_RESIDUALS * residual + widest) + twice * _RESIDUALS * residual
-    device = next(run.model.parameters()).device
-    left = available_memory(device)
-    if left is None or needed <= _SHARE_OF_MEMORY * left:
+    left, device = min(
+        (
+            (free, device)
+            for device in {p.device for p in run.model.parameters()}
+            if (free := available_memory(device)) is not None
+        ),
+        key=lambda pair: pair[0],
+        default=(None, None),
+    )
+    if left is None or needed <= _SHARE_OF_MEMORY * left or max(blocks.values()) > _MOST_GROUPS:
         return False
-    run.warnings.append(
+    run.warn(
         f"calibration: {trained + held_out:,} tokens hold about {needed / 1e9:.1f} GB inside a layer, and {device} has "
         f"{left / 1e9:.1f} GB left: blocks are computed anew for each group of layers (recompute=True), which takes less memory "
-        "and more time; fewer calibration tokens, or recompute=False, do without"
+        "and more than twice the time in forward passes; fewer calibration tokens, or recompute=False, do without"
     )
     return True
+
+
+def _begins_block(groups: list[Group], group: Group) -> bool:
+    """Whether a group is the first of its block, whose input is of the residual stream's size."""
+    return next(other for other in groups if block_of(other.names[0]) == block_of(group.names[0])) is group
 
 
 def _autocast_dtype(config: QuantConfig, layers: dict[str, nn.Module]) -> torch.dtype | None:
