@@ -10,10 +10,12 @@ PYTEST_ARGS ?=
 VLLM_VERSION := 0.32.0
 VLLM_VENV    ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/torchq/vllm-venv-$(VLLM_VERSION)
 
+TRITON_RELEASES := 3.6.0 3.9.0
+
 SHELL       := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-vllm vllm-venv clean
+.PHONY: help demo test lint static-kernels test-vllm vllm-venv clean
 
 PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null)
 PIP_INSTALL    := PYTHONWARNINGS=ignore $(VENV)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
@@ -32,12 +34,22 @@ lint: $(VENV)/.installed-dev  ## check style, format and types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+static-kernels: $(VENV)/.installed-dev $(addprefix $(VENV)/triton-,$(TRITON_RELEASES))  ## check what compilers make of the GPU kernels
+	for release in $(TRITON_RELEASES); do \
+	    PYTHONPATH="$(VENV)/triton-$$release" $(VENV)/bin/python benchmarks/static_kernels.py --quiet; \
+	done
+
 test-vllm: $(VENV)/.installed-dev vllm-venv  ## serve quantized checkpoints with vLLM on the CPU
 	HF_HUB_OFFLINE=1 TORCHQ_VLLM_PYTHON='$(VLLM_VENV)/bin/python' $(VENV)/bin/pytest -m vllm tests/vllm $(PYTEST_ARGS)
 
 clean:  ## remove the environment, build products and caches (not the vLLM environment)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find torchq kernels integrations tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# Of the oldest release that is supported, and of the newest; in folders of their own, since torch pins one.
+$(VENV)/triton-%: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --target '$@' 'triton==$*'
+	@touch $@
 
 # The environment, in steps that run again only when what they depend on changes.
 

@@ -10,6 +10,7 @@ from torchq.linear import QuantLinear
 from torchq.quantize import quantize_
 from torchq.report import QuantReport
 from torchq.scheme import QuantArgs, Scheme
+from torchq.warmup import warmup
 
 __all__ = [
     "GPTQ",
@@ -23,4 +24,5 @@ __all__ = [
     "load_pretrained",
     "quantize_",
     "save_pretrained",
+    "warmup",
 ]

@@ -1,12 +1,13 @@
 """QuantLinear: a linear layer on packed weights.
 
-Its buffers carry the names and shapes of the checkpoint, so ``state_dict()`` is the checkpoint. Where a CPU kernel wants another
+Its buffers carry the names and shapes of the checkpoint, so ``state_dict()`` is the checkpoint. Where a kernel wants another
 layout, that layout replaces the canonical one in memory, and ``state_dict``, pickling, ``deepcopy``, ``dequantize`` and moves to
 other devices give the canonical one back bit for bit.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchq import numerics
+from torchq import layouts, numerics
 from torchq.kernels import fp8, w8a8_int8, w8a8_int8_cpu, wna16, wna16_cpu
 from torchq.matching import is_conv1d
 from torchq.packing import pack_int32, pack_zero_point, packed_words, unpack_int32, unpack_zero_point
-from torchq.scheme import QuantArgs, Scheme
+from torchq.scheme import Scheme
 
 _SAME_SIZE_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NATIVE_WNA16 = ("weight_planes", "scale_and_zero", "native_zero_point", "native_zero_residual")
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -31,6 +31,8 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+with contextlib.suppress(ImportError):  # without triton there are no words; with it, exported programs need the op
+    from torchq.kernels import wna16_triton  # noqa: F401
 _KERNEL_MODULES = (wna16, wna16_cpu, w8a8_int8, w8a8_int8_cpu, fp8)  # named so that importing them, which registers ops, is a use
 _OPS = torch.ops.torchq
 
@@ -129,10 +131,6 @@ class QuantLinear(nn.Module):
     weight_packed: Tensor
     weight_scale: Tensor
     weight_shape: Tensor
-    weight_planes: Tensor
-    scale_and_zero: Tensor
-    native_zero_point: Tensor | None
-    native_zero_residual: Tensor | None
     bias: nn.Parameter | None
 
     def __init__(
@@ -213,6 +211,16 @@ class QuantLinear(nn.Module):
                 args.num_bits,
                 args.group_size or self.in_features,
             )
+        if "weight_words" in buffers:
+            return _OPS.wna16_triton.default(
+                x,
+                buffers["weight_words"],
+                buffers["words_scale"],
+                buffers["words_zero_point"],
+                bias,
+                args.num_bits,
+                args.group_size or self.in_features,
+            )
         if "weight_packed" in buffers:
             return _OPS.wna16.default(
                 x,
@@ -256,7 +264,10 @@ class QuantLinear(nn.Module):
     @property
     def scale_dtype(self) -> torch.dtype:
         """Dtype of the scales, in memory and on disk."""
-        return self.scale_and_zero.dtype if "scale_and_zero" in self._buffers else self.weight_scale.dtype
+        layout = layouts.layout_of(self._buffers)
+        scale = self.weight_scale if layout is None else self._buffers[layout.buffers[1]]
+        assert scale is not None
+        return scale.dtype
 
     @property
     def _group_size(self) -> int:
@@ -266,61 +277,54 @@ class QuantLinear(nn.Module):
 
     @property
     def is_native(self) -> bool:
-        """Whether the weight is in memory in a CPU kernel's layout (``torchq.kernels.wna16_cpu`` or ``w8a8_int8_cpu``)."""
-        return "weight_planes" in self._buffers or self._onednn_weight is not None
+        """Whether the weight is in memory in a kernel's layout (:mod:`torchq.layouts`, ``torchq.kernels.w8a8_int8_cpu``)."""
+        return self._onednn_weight is not None or layouts.layout_of(self._buffers) is not None
 
     def canonical_tensors(self) -> dict[str, Tensor]:
         """Return the quantized tensors as on disk, by name. New tensors where the layout in memory is another."""
         buffers = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
-        if not self.is_native:
-            return buffers
         if self._onednn_weight is not None:
             return buffers | {"weight": w8a8_int8_cpu.unpack_weight(self._onednn_weight)}
-        num_bits = self.scheme.weights.num_bits
-        num_groups = self.in_features // self._group_size
-        q = wna16_cpu.unpack_planes(self.weight_planes, num_bits)
-        tensors = {
-            "weight_packed": pack_int32(q, num_bits),
-            "weight_scale": wna16_cpu.scale_of(self.scale_and_zero, num_bits, num_groups),
-            "weight_shape": self.weight_shape,
-        }
-        if self.native_zero_point is not None:
-            tensors["weight_zero_point"] = pack_zero_point(self.native_zero_point, num_bits)
+        layout, num_bits = layouts.layout_of(buffers), self.scheme.weights.num_bits
+        if layout is None:
+            return buffers
+        q, scale, zero_point = layout.unpack(self._buffers, num_bits, self.in_features, self.in_features // self._group_size)
+        tensors = {"weight_packed": pack_int32(q, num_bits), "weight_scale": scale, "weight_shape": self.weight_shape}
+        if zero_point is not None:
+            tensors["weight_zero_point"] = pack_zero_point(zero_point, num_bits)
         return tensors
 
     def pack_native_(self) -> None:
-        """Move to a CPU kernel's layout where it can hold this weight and is of use."""
-        if self.is_native or self._device.type != "cpu":
+        """Move to the layout of the device's kernel where it can hold this weight and is of use."""
+        if self.is_native:
             return
         if self.scheme.format == "pack-quantized":
             self._pack_wna16()
-        elif self.scheme.format == "int-quantized" and w8a8_int8_cpu.is_of_use(self.weight) and not self.weight.is_shared():
-            self._onednn_weight = w8a8_int8_cpu.pack_weight(self.weight)  # which could not be shared with other processes
+            return
+        if self._device.type != "cpu" or self.scheme.format != "int-quantized" or not w8a8_int8_cpu.is_of_use(self.weight):
+            return
+        if not self.weight.is_shared():  # the other layout could not be shared with other processes
+            self._onednn_weight = w8a8_int8_cpu.pack_weight(self.weight)
             self.register_buffer("weight", torch.zeros(1, 1, dtype=torch.int8).expand_as(self.weight), persistent=False)
 
     def _pack_wna16(self) -> None:
-        args: QuantArgs = self.scheme.weights
-        if self.weight_scale.dtype != torch.bfloat16 or (args.num_bits > 4 and not args.symmetric):
+        args, group_size, layout = self.scheme.weights, self._group_size, layouts.layout_for(self._device)
+        sizes = (self.out_features, self.in_features)
+        if layout is None or not layout.can_hold(*sizes, args, group_size, self.weight_scale.dtype):
             return
-        native_size = wna16_cpu.native_group_size(self.out_features, self.in_features, self._group_size)
-        if native_size is None or not wna16_cpu.is_available():
-            return
-        q, scale, zero_point = self.quantized_tensors()
-        planes = wna16_cpu.pack_planes(q, args.num_bits)
-        pairs = wna16_cpu.pack_scale_and_zero(scale, zero_point, args.num_bits, self._group_size, native_size)
-        residual = None if zero_point is None else wna16_cpu.zero_residual(scale, zero_point)
+        tensors = layout.pack(*self.quantized_tensors(), args.num_bits, group_size)
         for name in ("weight_packed", "weight_scale", "weight_zero_point"):
             self._buffers.pop(name, None)
-        for name, tensor in zip(_NATIVE_WNA16, (planes, pairs, zero_point, residual), strict=True):
+        for name, tensor in zip(layout.buffers, tensors, strict=True):
             self.register_buffer(name, tensor, persistent=False)
 
     def unpack_native_(self) -> None:
         """Move back to the canonical layout. The inverse of :meth:`pack_native_`, bit for bit."""
         if not self.is_native:
             return
-        tensors = self.canonical_tensors()
+        tensors, layout = self.canonical_tensors(), layouts.layout_of(self._buffers)
         self._onednn_weight = None
-        for name in _NATIVE_WNA16:
+        for name in layout.buffers if layout is not None else ():
             self._buffers.pop(name, None)
         self._non_persistent_buffers_set.clear()
         self._buffers.update(tensors)
@@ -344,7 +348,7 @@ class QuantLinear(nn.Module):
                 f"Module.type(dtype) would convert packed integers too ({self.extra_repr()}); use .to(dtype), .half() or .float()"
             )
         probe = fn(torch.empty(0, dtype=self.compute_dtype, device=self._device))
-        if probe.device.type != self._device.type or self._onednn_weight is not None:
+        if self._onednn_weight is not None or layouts.layout_for(probe.device) is not layouts.layout_of(self._buffers):
             self.unpack_native_()
         dtypes = {name: buffer.dtype for name, buffer in self._buffers.items() if buffer is not None}
         for name, dtype in dtypes.items():
@@ -393,7 +397,7 @@ class QuantLinear(nn.Module):
         self.pack_native_()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle and copy the canonical layout: the CPU kernel's own differs between processors."""
+        """Pickle and copy the canonical layout: a kernel's own differs between devices."""
         state = self.__dict__.copy()
         state.pop("weight", None)
         tensors = dict(self.canonical_tensors())

@@ -1,0 +1,289 @@
+"""What the compiler makes of the Triton kernels, without a GPU: registers, spills, shared memory, and instructions per weight.
+
+Every kernel and tile of the dispatch table is compiled for each architecture, and its machine code is read. It must spill
+nothing, fit the GPU's registers and shared memory, load weights 16 bytes at a time, and issue no more instructions per weight
+than ``static_kernels.json`` records for this release of Triton (with 5 % to spare); the matmul must use tensor cores and keep
+decoded weights out of shared memory::
+
+    python benchmarks/static_kernels.py             check against the record
+    python benchmarks/static_kernels.py --record    write what is found into it, and print the table
+
+The compiler and the disassembler are those in the triton package. For AMD kernels are compiled only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from torchq.kernels import wna16_triton
+from torchq.kernels.dispatch import TABLE, Tile
+
+RECORD = Path(__file__).with_suffix(".json")
+SLACK = 1.05  # instructions per weight may exceed the record by this factor
+SHARED_MEMORY = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 99 << 10, "gfx942": 64 << 10}  # the least of each family
+MOST_INSTRUCTIONS = {2: 3.5, 4: 3.5, 8: 6.0}  # per weight at 16 tokens, symmetric, groups of 128: what a record may not exceed
+MMA = ("HMMA", "HGMMA", "UTCHMMA")
+TYPES = {"float16": "fp16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One compilation of the matmul kernel, of the one that dequantizes, or of the one that adds parts (``extra="reduce"``).
+
+    Other extras of the matmul: ``"one row"`` (N = 1, which Triton makes a constant), ``"undivided"`` (K is not split: 16-bit
+    output and a bias).
+    """
+
+    architecture: str
+    num_bits: int
+    dtype: str
+    tile: Tile
+    group_size: int = 128
+    has_zeros: bool = False
+    ragged_k: bool = False
+    dequantize: bool = False
+    extra: str = ""
+
+    @property
+    def name(self) -> str:
+        """As in the record."""
+        t = self.tile
+        name = f"{self.architecture} w{self.num_bits} {self.dtype} {t.block_m}x{t.block_n} {t.num_warps}w {t.num_stages}s"
+        name += f" g{self.group_size}" if self.group_size else " channel"
+        return (
+            name
+            + " asym" * self.has_zeros
+            + " ragged" * self.ragged_k
+            + " dequantize" * self.dequantize
+            + f" {self.extra}" * bool(self.extra)
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the machine code shows; the K loop's figures where there is one.
+
+    Attributes:
+        registers: Per thread.
+        shared_memory: Bytes per program.
+        spilled: Bytes of local memory per thread.
+        instructions: In the K loop, issued per lane and weight.
+        mma: The tensor core's instruction in the loop, or "".
+        load_bits: Width of the loads of words.
+        shared_stores: In the loop, per lane and weight: decoded weights that go through shared memory show here.
+    """
+
+    registers: int
+    shared_memory: int
+    spilled: int
+    instructions: float
+    mma: str
+    load_bits: int
+    shared_stores: float
+
+
+def cases() -> list[Case]:
+    """Every tile of the table with every kind of weight that it is for; float16, which is decoded alike, with the plainest."""
+    forms = {"": ((128, False), (0, False)), "_fine": ((64, False), (32, False), (128, True), (32, True), (0, True))}
+    found: dict[Case, None] = {}
+    for architecture, kinds in TABLE.items():
+        for kind, rows in kinds.items():
+            bits, _, fine = kind.removeprefix("w").partition("_")
+            for _, tile in rows:
+                for group_size, has_zeros in forms["_fine" if fine else ""]:
+                    found[Case(architecture, int(bits), "bfloat16", tile, group_size, has_zeros)] = None
+                group_size, has_zeros = forms["_fine" if fine else ""][0]
+                found[Case(architecture, int(bits), "bfloat16", tile, group_size, has_zeros, ragged_k=True)] = None
+                if not fine:
+                    found[Case(architecture, int(bits), "float16", tile)] = None
+            for group_size, has_zeros in forms["_fine" if fine else ""]:
+                tile = Tile(0, wna16_triton.DEQUANTIZE_ROWS)
+                found[Case(architecture, int(bits), "bfloat16", tile, group_size, has_zeros, dequantize=True)] = None
+        tile = kinds["w4"][0][1]
+        for extra in ("one row", "undivided", "reduce"):
+            found[Case(architecture, 4, "bfloat16", tile, extra=extra)] = None
+    return list(found)
+
+
+def compile_case(case: Case) -> Any:
+    """Compile as the launcher would for sizes that are multiples of 16."""
+    kernel = wna16_triton._dequantize_kernel if case.dequantize else wna16_triton._wna16_kernel
+    kernel = wna16_triton._reduce_kernel if case.extra == "reduce" else kernel
+    undivided = case.extra == "undivided"
+    act = "*" + TYPES[case.dtype]
+    pointers = {"x_ptr": act, "words_ptr": "*i32", "scale_ptr": act, "zero_ptr": "*i8" if case.has_zeros else act}
+    pointers |= {"sums_ptr": "*fp32" if case.has_zeros else act, "bias_ptr": act, "weight_ptr": act}
+    pointers |= {"y_ptr": act if undivided or case.extra == "reduce" else "*fp32", "parts_ptr": "*fp32"}
+    constants = wna16_triton.constants(
+        case.num_bits, case.group_size, case.tile, has_zeros=case.has_zeros, has_bias=undivided, ragged_k=case.ragged_k
+    )
+    constants |= {"BLOCK": wna16_triton.REDUCE_BLOCK} | ({"N": 1} if case.extra == "one row" else {})
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+    aligned = [name for name in names if name not in constants and (name in pointers or name in ("N", "K", "stride_xm"))]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": case.tile.num_warps, "num_stages": case.tile.num_stages}
+    return triton.compile(source, target=target_of(case.architecture), options=options)
+
+
+def target_of(architecture: str) -> GPUTarget:
+    """What Triton compiles for."""
+    if architecture.startswith("gfx"):
+        return GPUTarget("hip", architecture, 64)
+    return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
+
+
+def compile_and_measure(case: Case) -> Measured | str | None:
+    """What the machine code shows, None where it is not read (AMD), or why there is none."""
+    try:
+        compiled = compile_case(case)
+    except Exception as error:  # of many kinds, from a compiler: any is a failed case
+        return f"does not compile: {type(error).__name__}: {str(error)[:300]}"
+    if not case.architecture.startswith("gfx"):
+        return measure(compiled, case)
+    used, limit = compiled.metadata.shared, SHARED_MEMORY[case.architecture]
+    return f"{used} bytes of shared memory, at most {limit}" if used > limit else None
+
+
+# ---------------------------------------------------------------------------------------------------------------- machine code
+
+
+def measure(compiled: Any, case: Case) -> Measured:
+    """Read a compiled kernel."""
+    resources, code = _disassemble(compiled.asm["cubin"])
+    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", resources)
+    if usage is None:
+        raise RuntimeError(f"{case.name}: cuobjdump does not say what the kernel uses: {resources[:200]}")
+    registers, stack, local = map(int, usage.groups())
+    loop = instructions_of(code) if case.dequantize else largest_loop(code)
+    weights = case.tile.block_n * wna16_triton.block_size(case.num_bits) / (32 * case.tile.num_warps)  # decoded per lane
+    operations = Counter(instruction.partition(".")[0] for instruction in loop)
+    loads = [instruction for instruction in loop if instruction.startswith(("LDGSTS", "LDG"))]
+    widths = [int(width[1]) if (width := re.search(r"\.(64|128|256)\b", load)) else 32 for load in loads]
+    mma = next((name for name in MMA if operations[name]), "")
+    return Measured(
+        registers, compiled.metadata.shared, stack + local, round(len(loop) / weights, 3), mma, max(widths, default=0),
+        round(operations["STS"] / weights, 3),
+    )  # fmt: skip
+
+
+def _disassemble(cubin: bytes) -> tuple[str, str]:
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        resources = _output(tools / "cuobjdump", "--dump-resource-usage", file.name)
+        return resources, _output(tools / "nvdisasm", "-c", file.name) or _output(tools / "cuobjdump", "-sass", file.name)
+
+
+def _output(*command: Any) -> str:
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False).stdout
+
+
+def instructions_of(code: str) -> list[str]:
+    """Instructions in order, without predicates and padding."""
+    found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*)", code, re.MULTILINE)
+    return [instruction.strip() for instruction in found if not instruction.startswith("NOP")]
+
+
+def largest_loop(code: str) -> list[str]:
+    """Instructions of the longest stretch that a branch at its end goes back over."""
+    labels: dict[str, int] = {}
+    best, passed = "", 0
+    for line in code.splitlines(keepends=True):
+        passed += len(line)
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = passed
+        elif (back := re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)) and back[1] in labels:
+            best = max(best, code[labels[back[1]] : passed], key=len)
+    return instructions_of(best)
+
+
+# ----------------------------------------------------------------------------------------------------------------------- check
+
+
+def problems(case: Case, found: Measured, recorded: dict[str, Any] | None) -> list[str]:
+    """What is wrong with a compiled kernel."""
+    threads = 32 * case.tile.num_warps
+    rules = [
+        (found.spilled == 0, f"spills {found.spilled} bytes"),
+        (found.registers <= 255 and found.registers * threads <= 65536, f"{found.registers} registers x {threads} threads"),
+        (found.shared_memory <= SHARED_MEMORY[case.architecture], f"{found.shared_memory} bytes of shared memory"),
+        (found.load_bits >= 128, f"loads {found.load_bits} bits at a time"),
+    ]
+    if case.extra == "reduce":
+        return [f"{case.name}: {text}" for good, text in rules[:3] if not good]
+    if not case.dequantize:
+        stored = f"stores {found.shared_stores} values per weight to shared memory"
+        rules += [(found.mma != "", "no tensor core instruction in its loop"), (found.shared_stores < 0.2, stored)]
+    if recorded is None:
+        rules.append((False, "not in the record: run with --record"))
+    else:
+        limit = SLACK * recorded["instructions"]
+        rules.append((found.instructions <= limit, f"{found.instructions} instructions per weight, {limit:.2f} allowed"))
+    if case.tile.block_m in (8, 16) and case.group_size == 128 and not case.has_zeros and not case.ragged_k:
+        most = MOST_INSTRUCTIONS[case.num_bits]
+        rules.append((found.instructions <= most, f"{found.instructions} instructions per weight, at most {most} allowed"))
+    return [f"{case.name}: {text}" for good, text in rules if not good]
+
+
+def release() -> str:
+    """Triton's, as in the record: ``3.9``."""
+    return ".".join(triton.__version__.split(".")[:2])
+
+
+def main() -> None:
+    """Compile, check or record, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true", help="write what is found to the record")
+    parser.add_argument("--quiet", action="store_true", help="print only what is wrong, and how many were compiled")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--only", default="", help="cases whose name matches this pattern")
+    arguments = parser.parse_args()
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    known = record.setdefault(release(), {})
+    wrong: list[str] = []
+    chosen = [case for case in cases() if re.search(arguments.only, case.name)]
+    print(f"triton {triton.__version__}: {len(chosen)} kernels", flush=True)
+    with ProcessPoolExecutor(arguments.jobs) as pool:  # a compiler that aborts ends the run
+        for case, found in zip(chosen, pool.map(compile_and_measure, chosen), strict=True):
+            if isinstance(found, str):
+                wrong.append(f"{case.name}: {found}")
+                continue
+            text = "compiles"
+            if found is not None:
+                if arguments.record:
+                    known[case.name] = asdict(found)
+                wrong += problems(case, found, known.get(case.name))
+                text = " ".join(f"{key}={value}" for key, value in asdict(found).items())
+            if not arguments.quiet:
+                print(f"{case.name}: {text}", flush=True)
+    if arguments.record:
+        names = {case.name for case in cases()}
+        record[release()] = {name: figures for name, figures in known.items() if name in names}
+        RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    for line in wrong:
+        print(line, file=sys.stderr)
+    if wrong:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
