@@ -123,6 +123,7 @@ class Lineup:
 
     def __init__(self, plan: Plan, notes: dict[str, str]) -> None:
         self.plan, self.notes = plan, notes
+        self.broken: list[str] = []  # kernels here that failed
         self._spent: dict[str, float] = {}
 
     def contenders(self, shape: Shape) -> dict[str, Contender]:
@@ -146,17 +147,17 @@ class Lineup:
         return found
 
     def _guarded(self, name: str, make: Callable[[], Any]) -> Any:
-        """Kernels here must work; what fails or takes long elsewhere is a note."""
-        if name not in PEERS and name != "tinygemm":
-            return make()
+        """What fails, or takes long elsewhere, is a note; kernels here are to work all the same, see ``broken``."""
+        ours = name not in PEERS and name != "tinygemm"
         started = time.perf_counter()
         try:
             made = make()
         except Exception as error:
             self.notes[name] = f"failed: {type(error).__name__}: {str(error)[:300]}"
+            self.broken += [name] * ours
             return None
         self._spent[name] = self._spent.get(name, 0.0) + time.perf_counter() - started
-        if self._spent[name] > PEER_SECONDS:
+        if self._spent[name] > PEER_SECONDS and not ours:
             self.notes[name] = f"left out after {self._spent[name]:.0f} s of preparing"
         return made
 

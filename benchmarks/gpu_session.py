@@ -270,6 +270,8 @@ def time_kernels(session: Session, record: Record) -> None:
         session.save()
     for name, note in notes.items():
         console.print(f"{name}: {note}", highlight=False, markup=False)
+    if lineup.broken:
+        raise AssertionError(f"did not work: {', '.join(lineup.broken)}")
 
 
 def time_dequantize(session: Session, record: Record) -> None:

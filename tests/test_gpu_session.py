@@ -412,8 +412,7 @@ def test_what_cannot_take_part_is_noted(monkeypatch: pytest.MonkeyPatch) -> None
     assert set(lineup.contenders(timing.TINY[1])) == {"F.linear", "w4 g128", "w8 g128", "tinygemm"}
     assert notes == {"no_such_library": "not installed", "json": "failed: RuntimeError: no such kernel"}
     monkeypatch.setattr(contenders, "dense", broken)
-    with pytest.raises(RuntimeError, match="no such kernel"):
-        lineup.contenders(timing.TINY[0])
+    assert "F.linear" not in lineup.contenders(timing.TINY[0]) and lineup.broken == ["F.linear"]
 
 
 def test_tinygemm_takes_its_arguments_so() -> None:
