@@ -35,6 +35,7 @@ from torchq.scheme import Scheme
 
 _CANDIDATES = (0.3, 0.1, 0.03, 0.01, 0.003)  # fractions of the mean diagonal that held-out error chooses from
 _TOLERANCE = 1.05  # the most damping whose held-out error is at most this many times the least: other data differs more
+_KEPT_FACTORS = 4096  # largest size of factors that are kept until damping is chosen; larger ones are computed again
 _SAMPLED_ROWS = 128  # of a weight, for what held-out error decides
 _DRIFT_DAMPING = 4.0  # lam in the correction of drift: this times K / tokens, from 0.01 to 1, times the mean diagonal
 _DRIFT_STRENGTH = 0.5  # alpha where no tokens are held out
@@ -379,13 +380,12 @@ class GroupSolver:
         if self._factor is None:  # else chosen by the first Linear of this input
             backwards = _backwards(self.train.H, self.order)
             fraction = self.settings.dampening_frac or (0.05 if self.holdout is None else None)
-            if fraction is None:
-                fraction = self._choose_damping(backwards, s)  # its factor is computed again: of several, none is kept
-            self._factor = _factor_of(_cholesky(backwards, fraction), self.order)
+            found = self._choose_damping(backwards, s) if fraction is None else _cholesky(backwards, fraction)
+            self._factor = _factor_of(found, self.order)
         return self._factor
 
-    def _choose_damping(self, backwards: Tensor, s: Tensor) -> float:
-        """The most damping with about the least error on held-out tokens.
+    def _choose_damping(self, backwards: Tensor, s: Tensor) -> _Cholesky:
+        """The factor with the most damping that has about the least error on held-out tokens.
 
         Nothing is rounded for it: what rounding leaves of a column, V - q, is as good as uniform in a step of its scale,
         whatever the damping, and the errors that GPTQ makes of these, E U = V - q, are the solution of a triangular system.
@@ -394,17 +394,20 @@ class GroupSolver:
         last_first, k = self.order.flip(0), len(self.order)
         some = s[sample_rows(s, _SAMPLED_ROWS // 2)].abs().repeat_interleave(k // s.shape[1], dim=1)[:, last_first]
         left = torch.rand(some.shape, generator=torch.Generator().manual_seed(0)).to(s.device).sub_(0.5).mul_(some)
-        tried: list[tuple[float, float]] = []
+        tried: list[tuple[float, float, _Cholesky | None]] = []  # of those that may be chosen
         for fraction in _CANDIDATES:
-            L = _cholesky(backwards, fraction).L.float()
+            found = _cholesky(backwards, fraction)
+            L = found.L.float()
             E = torch.empty_like(left)
             E[:, last_first] = torch.linalg.solve_triangular(L, left * L.diagonal(), upper=False, left=False)
             error = output_error(E, self.holdout.H)
-            tried.append((error, fraction))
-            if error > min(tried)[0]:
+            tried.append((error, fraction, found if k <= _KEPT_FACTORS else None))
+            least = min(one[0] for one in tried)
+            tried = [one for one in tried if one[0] <= _TOLERANCE * least]
+            if error > least:
                 break  # and with less damping it rises further
-        limit = _TOLERANCE * min(tried)[0]
-        return next(fraction for error, fraction in tried if error <= limit)
+        _, fraction, kept = tried[0]
+        return kept or _cholesky(backwards, fraction)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
