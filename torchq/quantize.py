@@ -123,7 +123,7 @@ def quantize_(
                     entries[entry.name] = replace(entry, output_error=solved.output_error, dampening_frac=solved.dampening_frac)
                     if solved.note is not None:
                         report.warnings.append(f"{plan.names[0]}: {solved.note}")
-                    advance()
+                    advance(f"{entry.name}: output error {solved.output_error:.1%}")
 
                 def announce(message: str) -> None:
                     warnings.warn(message, stacklevel=3)
@@ -354,16 +354,17 @@ def _mark_quantized(model: nn.Module, report: QuantReport) -> None:
 
 @contextmanager
 def _progress_bar(title: str, total: int, enabled: bool) -> Iterator[Any]:
-    """Yield a function that advances a progress bar by one; shows nothing where stderr is no terminal."""
+    """Yield a function that advances a progress bar by one, with a note; shows nothing where stderr is no terminal."""
     import sys
 
     if not (enabled and sys.stderr.isatty()):
-        yield lambda: None
+        yield lambda note="": None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    note = TextColumn("{task.fields[note]}", markup=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), note)
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda: bar.advance(task)
+        task = bar.add_task(title, total=total, note="")
+        yield lambda note="": bar.update(task, advance=1, note=note)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -286,3 +287,11 @@ def test_blocks_by_name() -> None:
     assert block_of("transformer.h.11.attn.c_attn") == "transformer.h.11"
     assert block_of("0.weight") == "0"
     assert block_of("lm_head") is None
+
+
+def test_the_progress_bar_shows_the_current_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "140")
+    quantize_(build("llama", torch.bfloat16), W4, calibration=data())
+    assert re.search(r"layers\.\d\.\S+: output error \d+\.\d%", capsys.readouterr().err)
