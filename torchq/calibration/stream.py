@@ -130,8 +130,8 @@ def stream(
         drift_tokens: Share of the micro-batches (if not 0: at least one, and all held-out ones) that run through the original
             weights as well, to sum the drift between the two. Where the two take different ways (routed experts), no drift is
             summed.
-        recompute: Whether passes wait before blocks and compute a block anew for each of its groups: 2 to 2.4 times the
-            forward work of a Llama (more where a block has more groups: routed experts), in less memory.
+        recompute: Whether passes wait before blocks and compute a block anew for each of its groups: 2.5 times the
+            forward time of a Llama (more where a block has more groups: routed experts), in less memory.
         autocast: What products are computed in (``torch.autocast``), or None: what the model is in.
         exact: As for :class:`InputStatistics`.
         device: Where to sum; each layer's own device by default.
