@@ -7,7 +7,6 @@ other devices give the canonical one back bit for bit.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +30,6 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-with contextlib.suppress(ImportError):  # without triton there are no words; with it, exported programs need the op
-    from torchq.kernels import wna16_triton  # noqa: F401
 _KERNEL_MODULES = (wna16, wna16_cpu, w8a8_int8, w8a8_int8_cpu, fp8)  # named so that importing them, which registers ops, is a use
 _OPS = torch.ops.torchq
 

@@ -15,7 +15,7 @@ from torchq.linear import QuantLinear
 def warmup(model: nn.Module, token_counts: Iterable[int] = (1, 8, 9, 16, 17, 32, 33, 128, 512)) -> int:
     """Run each kind of packed layer once for each number of tokens; return how many runs that were.
 
-    Triton compiles a kernel when it is first launched, which takes up to a second and must not happen while a CUDA graph is
+    Triton compiles a kernel when it is first launched, which takes its time and must not happen while a CUDA graph is
     captured. Layers that differ in neither sizes, scheme, bias, dtype nor device share their kernels and run once.
 
     Args:
