@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -201,9 +201,11 @@ def _recompute(run: _Run, groups: list[Group], batches: Batches, drift_tokens: f
         return bool(run.config.recompute)
     trained, held_out = (sum(map(num_tokens_of, some)) for some in (batches.train, batches.holdout))
     twice = drift_tokens * trained + held_out if drift_tokens else 0.0
-    blocks = Counter(block_of(group.names[0]) for group in groups)
-    residual = max(group.bytes_per_token for group in groups if _begins_block(groups, group))
-    widest = max(group.bytes_per_token for group in groups)
+    blocks: dict[str | None, list[float]] = defaultdict(list)  # bytes per token that each group of a block reads
+    for group in groups:
+        blocks[block_of(group.names[0])].append(group.bytes_per_token)
+    residual = max(sizes[0] for sizes in blocks.values())  # what the first group of a block reads is of that size
+    widest = max(max(sizes) for sizes in blocks.values())
     needed = (trained + held_out) * (_RESIDUALS * residual + widest) + twice * _RESIDUALS * residual
     left, device = min(
         (
@@ -214,7 +216,7 @@ def _recompute(run: _Run, groups: list[Group], batches: Batches, drift_tokens: f
         key=lambda pair: pair[0],
         default=(None, None),
     )
-    if left is None or needed <= _SHARE_OF_MEMORY * left or max(blocks.values()) > _MOST_GROUPS:
+    if left is None or needed <= _SHARE_OF_MEMORY * left or max(map(len, blocks.values())) > _MOST_GROUPS:
         return False
     run.warn(
         f"calibration: {trained + held_out:,} tokens hold about {needed / 1e9:.1f} GB inside a layer, and {device} has "
@@ -222,11 +224,6 @@ def _recompute(run: _Run, groups: list[Group], batches: Batches, drift_tokens: f
         "and more than twice the time in forward passes; fewer calibration tokens, or recompute=False, do without"
     )
     return True
-
-
-def _begins_block(groups: list[Group], group: Group) -> bool:
-    """Whether a group is the first of its block, whose input is of the residual stream's size."""
-    return next(other for other in groups if block_of(other.names[0]) == block_of(group.names[0])) is group
 
 
 def _autocast_dtype(config: QuantConfig, layers: dict[str, nn.Module]) -> torch.dtype | None:
