@@ -152,7 +152,7 @@ class Lineup:
         started = time.perf_counter()
         try:
             made = make()
-        except Exception as error:
+        except Exception as error:  # of other libraries: any; ours end the step once the rest has been timed
             self.notes[name] = f"failed: {type(error).__name__}: {str(error)[:300]}"
             self.broken += [name] * ours
             return None

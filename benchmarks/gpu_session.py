@@ -95,12 +95,12 @@ def guarded(function: Callable[[Any], Any], job: Any) -> Outcome:
     """Return the outcome of a job. A worker whose GPU context is lost ends: all that it did from now on would fail."""
     try:
         return Outcome(function(job), None)
-    except Exception as error:
+    except Exception as error:  # a job's failure is its outcome: other jobs and steps go on
         outcome = Outcome(None, f"{type(error).__name__}: {str(error)[-1500:]}")
     if torch.cuda.is_initialized():
         try:
             torch.cuda.synchronize()
-        except Exception:
+        except Exception:  # the context is lost, by whatever error
             print(outcome.error, file=sys.stderr, flush=True)
             os._exit(1)
     return outcome
@@ -201,7 +201,7 @@ class Session:
         record["clocks"] = [clocks()]
         try:
             step.function(self, record)
-        except Exception as error:
+        except Exception as error:  # on record, shown at the end, and the exit status; further steps still run
             record["error"] = traceback.format_exc()
             console.print(f"{name} FAILED: {type(error).__name__}: {error}", style="bold red", markup=False, soft_wrap=True)
         record["seconds"] = self.clock() - started
