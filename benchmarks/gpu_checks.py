@@ -30,7 +30,7 @@ from common import console
 from gpu_timing import KINDS, Kind, Plan, Weight, random_tokens, random_weight
 from torch import Tensor
 
-from torchq.kernels import gptq, gptq_triton, wna16_triton
+from torchq.kernels import gptq, gptq_triton, words_triton
 from torchq.kernels.dispatch import Tile, tile_for
 from torchq.scheme import QuantArgs
 
@@ -176,7 +176,7 @@ def check_kind(check: Check) -> dict[str, Any]:
 
 
 def _dequantize(weight: Weight, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
-    return wna16_triton.dequantize_words(*weight.tensors, weight.num_bits, weight.group_size, weight.k, dtype, rows)
+    return words_triton.dequantize_words(*weight.tensors, weight.num_bits, weight.group_size, weight.k, dtype, rows)
 
 
 def _without_memory(check: Check, gigabytes: float) -> str | None:
@@ -186,10 +186,10 @@ def _without_memory(check: Check, gigabytes: float) -> str | None:
 
 
 def _tiled(weight: Weight, x: Tensor, splits: int) -> Tensor:
-    kind = wna16_triton.kind_of(weight.num_bits, weight.group_size, weight.zero_point is not None)
+    kind = words_triton.kind_of(weight.num_bits, weight.group_size, weight.zero_point is not None)
     tile = tile_for(x.device, kind, min(x.shape[0], 64)) or Tile(16, 64)
     with poisoned():
-        return wna16_triton.matmul_words(x, *weight.tensors, None, weight.num_bits, weight.group_size, tile, splits)
+        return words_triton.matmul_words(x, *weight.tensors, None, weight.num_bits, weight.group_size, tile, splits)
 
 
 def far_words(check: Check) -> dict[str, Any] | str:
@@ -198,7 +198,7 @@ def far_words(check: Check) -> dict[str, Any] | str:
         return missing
     plan, kind = check.plan, KINDS[0]
     blocks = 4 if plan.dry else 512
-    n, k = plan.far // (16 * blocks) + 128, blocks * wna16_triton.block_size(kind.num_bits)
+    n, k = plan.far // (16 * blocks) + 128, blocks * words_triton.block_size(kind.num_bits)
     weight = random_weight(kind, n, k, check.dtype, plan.device)
     assert weight.words.numel() > plan.far
     x, found = random_tokens(3, k, check.dtype, plan.device), {}

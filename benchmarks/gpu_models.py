@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torchq import QuantConfig, QuantLinear, layouts, quantize_
 from torchq.calibration.statistics import InputStatistics
-from torchq.kernels import gptq, gptq_triton, wna16_triton
+from torchq.kernels import gptq, gptq_triton, words_triton
 from torchq.kernels.dispatch import gpu_of, num_splits, tile_for
 from torchq.testing import tiny_llama
 
@@ -51,7 +51,7 @@ def _describe_splits(plan: Plan, kind: Kind, m: int, n: int, k: int) -> str:
     tile = tile_for(device, kind.in_table, m)
     if tile is None:
         return "dequantized"
-    return f"{num_splits(device, tile, m, n, k // wna16_triton.block_size(kind.num_bits))} splits"
+    return f"{num_splits(device, tile, m, n, k // words_triton.block_size(kind.num_bits))} splits"
 
 
 @torch.no_grad()
@@ -71,7 +71,11 @@ def replayed(session: Session, function: Callable[[Tensor], Tensor], x: Tensor, 
 
 def words_anywhere(plan: Plan) -> AbstractContextManager[Any]:
     """In a dry run, layers on the CPU hold words too."""
-    return mock.patch.object(layouts, "layout_for", lambda device: layouts.WORDS) if plan.dry else nullcontext()
+
+    def layout_for(form: layouts.Form, device: torch.device) -> layouts.Layout | None:
+        return next((layout for layout in (layouts.WORDS, layouts.FP8_WORDS) if layout.can_hold(form, device)), None)
+
+    return mock.patch.object(layouts, "layout_for", layout_for) if plan.dry else nullcontext()
 
 
 def check_model(session: Session, record: dict[str, Any]) -> None:

@@ -278,7 +278,7 @@ def time_dequantize(session: Session, record: Record) -> None:
     """Time the dequantize kernel, by the share of bandwidth it reaches."""
     from gpu_timing import KINDS, limits_of, num_copies, random_weight, time_runs
 
-    from torchq.kernels import wna16_triton
+    from torchq.kernels import words_triton
 
     plan, limits, rows = session.plan, limits_of(session), record.setdefault("rows", [])
     for shape in plan.few:
@@ -288,7 +288,7 @@ def time_dequantize(session: Session, record: Record) -> None:
             weight = random_weight(kind, shape.n, shape.k, plan.dtype, plan.device)
             copies = [weight, *(weight.clone() for _ in range(num_copies(weight.nbytes, plan.rotate) - 1))]
             calls = [
-                partial(wna16_triton.dequantize_words, *copy.tensors, copy.num_bits, copy.group_size, copy.k, plan.dtype)
+                partial(words_triton.dequantize_words, *copy.tensors, copy.num_bits, copy.group_size, copy.k, plan.dtype)
                 for copy in copies
             ]
             timing = time_runs(session.timer, {"": (session.timer.prepare(calls), len(calls))}, plan.rounds)[""]

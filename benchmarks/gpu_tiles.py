@@ -20,7 +20,7 @@ from common import console
 from gpu_timing import Kind, Plan, Run, Shape, Weight, check_close, num_copies, random_tokens, random_weight, time_runs
 from torch import Tensor
 
-from torchq.kernels import dispatch, wna16_triton
+from torchq.kernels import dispatch, words_triton
 from torchq.kernels.dispatch import Tile
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def first_tiles(m: int, table_tile: Tile | None, quick: bool) -> list[Tile]:
 
 def splits_of(device: torch.device, tile: Tile, m: int, shape: Shape, num_bits: int, per_processor: int | None = None) -> int:
     """Return what dispatch chooses; ``per_processor``: if it aimed for so many programs."""
-    blocks = -(-shape.k // wna16_triton.block_size(num_bits))
+    blocks = -(-shape.k // words_triton.block_size(num_bits))
     aim = dispatch._PROGRAMS_PER_PROCESSOR if per_processor is None else per_processor
     with mock.patch.object(dispatch, "_PROGRAMS_PER_PROCESSOR", aim):
         return dispatch.num_splits(device, tile, m, shape.n, blocks)
@@ -236,7 +236,7 @@ def _splits(plan: Plan, kind: Kind, rows: list[Row]) -> list[Trial]:
             continue
         for shape in plan.tile_shapes:
             usual = splits_of(device, tile, m, shape, kind.num_bits)
-            blocks = shape.k // wna16_triton.block_size(kind.num_bits)
+            blocks = shape.k // words_triton.block_size(kind.num_bits)
             others = {int(usual * factor) for factor in SPLITS} - {0, usual}
             trials += [Trial(m, shape, tile, splits, False) for splits in sorted(others) if splits <= min(blocks, 32)]
     return trials
@@ -269,7 +269,7 @@ class Job:
 def compile_job(job: Job) -> float:
     """Run a tile once on a small weight, which leaves it compiled in Triton's cache; return the seconds."""
     started = time.perf_counter()
-    k = 2 * max(wna16_triton.block_size(job.kind.num_bits), job.kind.group_size)
+    k = 2 * max(words_triton.block_size(job.kind.num_bits), job.kind.group_size)
     weight = random_weight(job.kind, job.tile.block_n, k, job.plan.dtype, job.plan.device)
     _multiply(weight, job.tile, job.splits, random_tokens(1, k, job.plan.dtype, job.plan.device))
     if job.plan.device == "cuda":
@@ -289,8 +289,8 @@ def _compiled(session: Session, kind: Kind, trials: list[Trial], failed: dict[st
 def _multiply(weight: Weight, tile: Tile | None, splits: int, x: Tensor) -> Tensor:
     arguments = (x, *weight.tensors, None, weight.num_bits, weight.group_size)
     if tile is None:
-        return wna16_triton._dequantize_and_multiply(*arguments)
-    return wna16_triton.matmul_words(*arguments, tile, splits)
+        return words_triton.dequantize_and_multiply(*arguments)
+    return words_triton.matmul_words(*arguments, tile, splits)
 
 
 def _measure(

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from common import Timing, _summarise, console
 from torch import Tensor
 
-from torchq.kernels import wna16_triton
+from torchq.kernels import wna16_triton, words_triton
 
 if TYPE_CHECKING:
     from gpu_session import Session
@@ -53,7 +53,7 @@ class Kind:
     @property
     def in_table(self) -> str:
         """Its name in the dispatch table."""
-        return wna16_triton.kind_of(self.num_bits, self.group_size or 1 << 20, self.has_zeros)
+        return words_triton.kind_of(self.num_bits, self.group_size or 1 << 20, self.has_zeros)
 
 
 KINDS = (
@@ -168,21 +168,21 @@ class Weight:
         zeros = None if self.zero_point is None else self.zero_point[:, rows]
         scale = self.scale[:, rows].to(dtype) if dtype == torch.float64 else self.scale[:, rows]
         words = self.words[:, rows].contiguous()
-        return wna16_triton.dequantize_words_ref(words, scale, zeros, self.num_bits, self.group_size, self.k, dtype)
+        return words_triton.dequantize_words_ref(words, scale, zeros, self.num_bits, self.group_size, self.k, dtype)
 
 
 def random_weight(kind: Kind, n: int, k: int, dtype: torch.dtype, device: str, seed: int = 0) -> Weight:
     """Return random codes, scales of both signs, and zero points if the kind has them."""
     generator = torch.Generator(device).manual_seed(seed)
     bits, group_size = kind.num_bits, kind.group_size or k
-    blocks, half, groups = -(-k // wna16_triton.block_size(bits)), 1 << (bits - 1), k // group_size
+    blocks, half, groups = -(-k // words_triton.block_size(bits)), 1 << (bits - 1), k // group_size
 
     def integers(low: int, high: int, shape: tuple[int, ...], of: torch.dtype) -> Tensor:
         return torch.randint(low, high, shape, generator=generator, device=device, dtype=of)
 
     words = integers(-(1 << 31), 1 << 31, (blocks, n, 16), torch.int32)
-    if k % wna16_triton.block_size(bits):  # columns past K hold code 0
-        words = wna16_triton.pack_words(wna16_triton.unpack_words(words, bits, k), bits)
+    if k % words_triton.block_size(bits):  # columns past K hold code 0
+        words = words_triton.pack_words(words_triton.unpack_words(words, bits, k), bits)
     signs = integers(0, 2, (groups, n), torch.int8) * 2 - 1
     scale = (torch.rand(groups, n, generator=generator, device=device) + 0.1) * signs / half / k**0.5
     zero_point = integers(-half, half, (groups, n), torch.int8) if kind.has_zeros else None

@@ -30,7 +30,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torchq.kernels import wna16_triton
+from torchq.kernels import words_triton
 from torchq.kernels.dispatch import TABLE, Tile
 
 RECORD = Path(__file__).with_suffix(".json")
@@ -118,7 +118,7 @@ def cases() -> list[Case]:
                 if not fine:
                     found[Case(architecture, int(bits), "float16", tile)] = None
             for group_size, has_zeros in forms["_fine" if fine else ""]:
-                tile = Tile(0, wna16_triton.DEQUANTIZE_ROWS)
+                tile = Tile(0, words_triton.DEQUANTIZE_ROWS)
                 found[Case(architecture, int(bits), "bfloat16", tile, group_size, has_zeros, dequantize=True)] = None
         tile = kinds["w4"][0][1]
         for extra in ("one row", "undivided", "reduce"):
@@ -128,17 +128,17 @@ def cases() -> list[Case]:
 
 def compile_case(case: Case) -> Any:
     """Compile as the launcher would for sizes that are multiples of 16."""
-    kernel = wna16_triton._dequantize_kernel if case.dequantize else wna16_triton._wna16_kernel
-    kernel = wna16_triton._reduce_kernel if case.extra == "reduce" else kernel
+    kernel = words_triton._dequantize_kernel if case.dequantize else words_triton._wna16_kernel
+    kernel = words_triton._reduce_kernel if case.extra == "reduce" else kernel
     undivided = case.extra == "undivided"
     act = "*" + TYPES[case.dtype]
     pointers = {"x_ptr": act, "words_ptr": "*i32", "scale_ptr": act, "zero_ptr": "*i8" if case.has_zeros else act}
     pointers |= {"sums_ptr": "*fp32" if case.has_zeros else act, "bias_ptr": act, "weight_ptr": act}
     pointers |= {"y_ptr": act if undivided or case.extra == "reduce" else "*fp32", "parts_ptr": "*fp32"}
-    constants = wna16_triton.constants(
+    constants = words_triton.constants(
         case.num_bits, case.group_size, case.tile, has_zeros=case.has_zeros, has_bias=undivided, ragged_k=case.ragged_k
     )
-    constants |= {"BLOCK": wna16_triton.REDUCE_BLOCK} | ({"N": 1} if case.extra == "one row" else {})
+    constants |= {"BLOCK": words_triton.REDUCE_BLOCK} | ({"N": 1} if case.extra == "one row" else {})
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
@@ -179,7 +179,7 @@ def measure(compiled: Any, case: Case) -> Measured:
         raise RuntimeError(f"{case.name}: cuobjdump does not say what the kernel uses: {resources[:200]}")
     registers, stack, local = map(int, usage.groups())
     loop = instructions_of(code) if case.dequantize else largest_loop(code)
-    weights = case.tile.block_n * wna16_triton.block_size(case.num_bits) / (32 * case.tile.num_warps)  # decoded per lane
+    weights = case.tile.block_n * words_triton.block_size(case.num_bits) / (32 * case.tile.num_warps)  # decoded per lane
     operations = Counter(instruction.partition(".")[0] for instruction in loop)
     loads = [instruction for instruction in loop if instruction.startswith(("LDGSTS", "LDG"))]
     widths = [int(width[1]) if (width := re.search(r"\.(64|128|256)\b", load)) else 32 for load in loads]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq.kernels.linear import linear
+from torchq.kernels.linear import input_grad, linear
 from torchq.kernels.registration import register_op
 
 FP8 = torch.float8_e4m3fn
@@ -98,7 +98,7 @@ def fp8_linear(
     x_scale: Tensor | None = None
     if quantized:
         tokens, x_scale = quantize_activations(tokens, input_scale, dynamic_group)
-    if quantized and x_scale is not None and not block_rows and _has_scaled_mm(x, weight):
+    if x_scale is not None and not block_rows and tokens.numel() and has_scaled_mm(x.device, *weight.shape):
         y = _scaled_mm(tokens, x_scale, weight, weight_scale, x.dtype)
         y = y if bias is None else y + bias
     else:
@@ -111,10 +111,40 @@ def _(x, weight, weight_scale, input_scale, bias, dynamic_group, block_rows, blo
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def _has_scaled_mm(x: Tensor, weight: Tensor) -> bool:
-    if x.device.type != "cuda" or x.numel() == 0 or weight.shape[0] % 16 or weight.shape[1] % 16:
+@register_op("torchq::fp8_linear_input_grad")
+def fp8_linear_input_grad(
+    grad_y: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    input_scale: Tensor | None,
+    dynamic_group: int,
+    block_rows: int,
+    block_columns: int,
+) -> Tensor:
+    """Return the gradient [..., K] of activations, as if they were not rounded, from grad_y [..., N]; see :func:`fp8_linear`."""
+    n, k = weight.shape
+    by_row = weight_scale.repeat_interleave(block_rows, 0)[:n] if block_rows else weight_scale.reshape(-1, 1)
+
+    def part(grads: Tensor, columns: slice) -> Tensor:
+        scale = by_row
+        if block_rows:
+            blocks = slice(columns.start // block_columns, -(-columns.stop // block_columns))
+            scale = by_row[:, blocks].repeat_interleave(block_columns, 1)[:, : columns.stop - columns.start]
+        return linear(grads, (decode_fp8(weight[:, columns], scale.dtype) * scale).to(grads.dtype).t())
+
+    return input_grad(grad_y, k, block_columns or 1, part)
+
+
+@torch.library.register_fake("torchq::fp8_linear_input_grad")
+def _(grad_y, weight, weight_scale, input_scale, dynamic_group, block_rows, block_columns):
+    return grad_y.new_empty(*grad_y.shape[:-1], weight.shape[1])
+
+
+def has_scaled_mm(device: torch.device, n: int, k: int) -> bool:
+    """Whether a device multiplies fp8 by fp8, with a weight [N, K]."""
+    if device.type != "cuda" or n % 16 or k % 16:
         return False
-    return torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (8, 9)
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _scaled_mm(tokens: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:

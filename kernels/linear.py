@@ -1,4 +1,6 @@
-"""``F.linear`` with the faster order of the factors."""
+"""``F.linear`` with the faster order of the factors, and the gradient of its input from a weight that is dequantized in parts."""
+
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -16,3 +18,31 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     y = F.linear(weight, x).t()
     return y if bias is None else y.add_(bias)
+
+
+TILE_WEIGHTS = 1 << 21  # weights dequantized at a time on a CPU: 4 MiB of bfloat16, which its last-level cache holds
+DEVICE_TILE_WEIGHTS = 1 << 26  # elsewhere: large enough to fill a GPU, small enough not to matter beside the model
+
+
+def stretches(size: int, other: int, unit: int, device: torch.device) -> Iterator[slice]:
+    """Parts of ``size``, of whole units, such that part x other weights are not too many to dequantize at a time."""
+    weights = TILE_WEIGHTS if device.type == "cpu" else DEVICE_TILE_WEIGHTS
+    step = max(weights // max(other, 1) // unit, 1) * unit
+    for start in range(0, size, step):
+        yield slice(start, min(start + step, size))
+
+
+def input_grad(grad_y: Tensor, k: int, unit: int, part: Callable[[Tensor, slice], Tensor]) -> Tensor:
+    """Return grad_y [..., N] @ weight [N, K], [..., K], some columns at a time, so that no sum is split.
+
+    Args:
+        grad_y: The gradient of outputs, of any strides.
+        k: K.
+        unit: Columns at which a part may begin: multiples of this.
+        part: (grad_y as [M, N], columns) -> [M, columns] of their product.
+    """
+    grads = grad_y.reshape(-1, grad_y.shape[-1])
+    grad_x = grad_y.new_empty(grads.shape[0], k)
+    for columns in stretches(k, grads.shape[1], unit, grad_y.device) if grad_x.numel() else ():
+        grad_x[:, columns] = part(grads, columns)
+    return grad_x.view(*grad_y.shape[:-1], k)

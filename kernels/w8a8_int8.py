@@ -18,6 +18,7 @@ import functools
 import torch
 from torch import Tensor
 
+from torchq.kernels.linear import input_grad, linear
 from torchq.kernels.registration import register_op
 
 _INT8_MAX = 127.0
@@ -124,6 +125,24 @@ def w8a8_int8(
 @torch.library.register_fake("torchq::w8a8_int8")
 def _(x, weight, weight_scale, input_scale, input_zero_point, bias):
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@register_op("torchq::w8a8_int8_input_grad")
+def w8a8_int8_input_grad(
+    grad_y: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: Tensor | None, input_zero_point: Tensor | None
+) -> Tensor:
+    """Return the gradient [..., K] of activations, as if they were not rounded, from grad_y [..., N]; see :func:`w8a8_int8`."""
+    scale = weight_scale.reshape(-1, 1)
+
+    def part(grads: Tensor, columns: slice) -> Tensor:
+        return linear(grads, (weight[:, columns].to(scale.dtype) * scale).to(grads.dtype).t())
+
+    return input_grad(grad_y, weight.shape[1], 1, part)
+
+
+@torch.library.register_fake("torchq::w8a8_int8_input_grad")
+def _(grad_y, weight, weight_scale, input_scale, input_zero_point):
+    return grad_y.new_empty(*grad_y.shape[:-1], weight.shape[1])
 
 
 def _scaled_mm(

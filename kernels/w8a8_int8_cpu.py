@@ -118,6 +118,20 @@ def _(x, weight_blocked, weight_scale, input_scale, input_zero_point, bias):
     return x.new_empty(*x.shape[:-1], weight_blocked.shape[1])
 
 
+@register_op("torchq::w8a8_int8_cpu_input_grad")
+def w8a8_int8_cpu_input_grad(
+    grad_y: Tensor, weight_blocked: Tensor, weight_scale: Tensor, input_scale: Tensor | None, input_zero_point: Tensor | None
+) -> Tensor:
+    """Return the gradient [..., K] of activations, as if they were not rounded, from grad_y [..., N]."""
+    weight = unpack_weight(weight_blocked)
+    return torch.ops.torchq.w8a8_int8_input_grad.default(grad_y, weight, weight_scale, input_scale, input_zero_point)
+
+
+@torch.library.register_fake("torchq::w8a8_int8_cpu_input_grad")
+def _(grad_y, weight_blocked, weight_scale, input_scale, input_zero_point):
+    return grad_y.new_empty(*grad_y.shape[:-1], weight_blocked.shape[0])
+
+
 def _unsigned(x_q: Tensor) -> Tensor:
     """Codes int8 -> codes + 128, uint8, in the same memory."""
     return x_q.view(torch.uint8).bitwise_xor_(0x80)

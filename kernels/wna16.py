@@ -14,15 +14,14 @@ A tile of rows is dequantized and multiplied at a time, on a CPU one that its ca
 go to separate planes, which permutes K; permuting the activations' columns alike costs less than interleaving the weight.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq.kernels.linear import linear
+from torchq.kernels.linear import input_grad, linear, stretches
 from torchq.kernels.registration import register_op
-
-_TILE_WEIGHTS = 1 << 21  # weights dequantized at a time on a CPU: 4 MiB of bfloat16, which its last-level cache holds
-_DEVICE_TILE_WEIGHTS = 1 << 26  # elsewhere: large enough to fill a GPU, small enough not to matter beside the model
 
 
 def wna16_ref(
@@ -102,18 +101,15 @@ def wna16(
     if planes > 1 and group_size % planes == 0:
         tokens = tokens.unflatten(1, (k // planes, planes)).transpose(1, 2).reshape(-1, k)
     y = x.new_empty(tokens.shape[0], n)
-    tile_weights = _TILE_WEIGHTS if x.device.type == "cpu" else _DEVICE_TILE_WEIGHTS
-    rows = max(64, tile_weights // max(k, 1) // 32 * 32)  # a multiple of 32: zero points of a tile start on a word
-    for start in range(0, n, rows):
-        scale = weight_scale[start : start + rows]
-        packed = weight_packed[start : start + rows]
+    for rows in stretches(n, k, 64, x.device):  # zero points of a tile start on a word
+        scale = weight_scale[rows]
         zero_point = None
         if weight_zero_point is not None:
-            words = weight_zero_point[start * num_bits // 32 : -(-(start + rows) * num_bits // 32)]
+            words = weight_zero_point[rows.start * num_bits // 32 : -(-rows.stop * num_bits // 32)]
             zero_point = _unpack_rows(words.t(), num_bits, scale.shape[0]).t()
-        codes = _unpack_planes(packed, num_bits, group_size, k)
+        codes = _unpack_planes(weight_packed[rows], num_bits, group_size, k)
         weight = _apply_scale(codes, scale, zero_point, x.dtype)
-        y[:, start : start + rows] = linear(tokens, weight, None if bias is None else bias[start : start + rows])
+        y[:, rows] = linear(tokens, weight, None if bias is None else bias[rows])
     return y.view(*x.shape[:-1], n)
 
 
@@ -150,6 +146,37 @@ def _apply_scale(codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype:
 @torch.library.register_fake("torchq::wna16")
 def _(x, weight_packed, weight_scale, weight_zero_point, bias, num_bits, group_size):
     return x.new_empty(*x.shape[:-1], weight_packed.shape[0])
+
+
+@register_op("torchq::wna16_input_grad")
+def wna16_input_grad(
+    grad_y: Tensor,
+    weight_packed: Tensor,
+    weight_scale: Tensor,
+    weight_zero_point: Tensor | None,
+    num_bits: int,
+    group_size: int,
+) -> Tensor:
+    """Return the gradient [..., K] of activations from that of outputs, grad_y [..., N]; the rest as for :func:`wna16`."""
+    n, num_groups = weight_scale.shape
+    zero_point = None if weight_zero_point is None else _unpack_rows(weight_zero_point.t(), num_bits, n).t()
+
+    def part(grads: Tensor, columns: slice) -> Tensor:
+        width = columns.stop - columns.start
+        packed = weight_packed[:, columns.start * num_bits // 32 : -(-columns.stop * num_bits // 32)].contiguous()
+        groups = slice(columns.start // group_size, -(-columns.stop // group_size))
+        codes = _unpack_planes(packed, num_bits, min(group_size, width), width)
+        zeros = None if zero_point is None else zero_point[:, groups]
+        product = linear(grads, _apply_scale(codes, weight_scale[:, groups], zeros, grads.dtype).t())
+        return product.unflatten(1, (codes.shape[1], -1)).transpose(1, 2).flatten(1)
+
+    unit = 32 if num_groups == 1 else math.lcm(32, group_size)
+    return input_grad(grad_y, num_groups * group_size, unit, part)
+
+
+@torch.library.register_fake("torchq::wna16_input_grad")
+def _(grad_y, weight_packed, weight_scale, weight_zero_point, num_bits, group_size):
+    return grad_y.new_empty(*grad_y.shape[:-1], weight_scale.shape[1] * group_size)
 
 
 def _check_wna16_args(

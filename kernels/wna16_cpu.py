@@ -20,12 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq.kernels.linear import linear
+from torchq.kernels.linear import input_grad, linear, stretches
 from torchq.kernels.registration import register_op
 
 _BLOCK_ROWS = 64
 _NATIVE_GROUP_SIZES = (256, 128, 64, 32)
-_TILE_WEIGHTS = 1 << 21  # weights dequantized at a time: 4 MiB of bfloat16
 
 MAX_NATIVE_TOKENS = {1: 104, 2: 56}
 """Most tokens for which PyTorch's kernel beats dequantize + matmul, by number of planes (benchmarks/bench_wna16_cpu.py)."""
@@ -212,6 +211,51 @@ def _(x, weight_planes, scale_and_zero, zero_point, residual, bias, num_bits, gr
     return x.new_empty(*x.shape[:-1], weight_planes.shape[0])
 
 
+@register_op("torchq::wna16_cpu_input_grad", "CPU")
+def wna16_cpu_input_grad(
+    grad_y: Tensor,
+    weight_planes: Tensor,
+    scale_and_zero: Tensor,
+    zero_point: Tensor | None,
+    residual: Tensor | None,
+    num_bits: int,
+    group_size: int,
+) -> Tensor:
+    """Return the gradient [..., K] of activations from that of outputs, grad_y [..., N]; the rest as for :func:`wna16_cpu`."""
+    n, k = weight_planes.shape[0], weight_planes.shape[1] * 2 // _num_planes(num_bits)
+    scale = _scales_by_group(scale_and_zero, num_bits, k // group_size)
+    zeros = None if zero_point is None else zero_point.t()
+    blocks, tail = _blocks(weight_planes, num_bits)
+    rest = None
+    if tail.start < n:
+        q = unpack_planes(weight_planes[tail], num_bits)
+        rest = _dequantize_rows(q, scale[:, tail].t(), None if zero_point is None else zero_point[tail]).to(grad_y.dtype)
+
+    def part(grads: Tensor, columns: slice) -> Tensor:
+        groups = slice(columns.start // group_size, -(-columns.stop // group_size))
+        tile = blocks[:, :, columns]
+        weight = _dequantize_blocks(tile, scale[groups, : tail.start], None if zeros is None else zeros[groups, : tail.start])
+        weight = weight.to(grads.dtype)
+        if rest is not None:
+            weight = torch.cat([weight, rest[:, columns].t()], 1)
+        return linear(grads, weight)
+
+    return input_grad(grad_y, k, 32 if group_size == k else group_size, part)
+
+
+@torch.library.register_fake("torchq::wna16_cpu_input_grad")
+def _(grad_y, weight_planes, scale_and_zero, zero_point, residual, num_bits, group_size):
+    return grad_y.new_empty(*grad_y.shape[:-1], weight_planes.shape[1] * 2 // _num_planes(num_bits))
+
+
+def _blocks(weight_planes: Tensor, num_bits: int) -> tuple[Tensor, slice]:
+    """(Whole blocks of rows [B, P, K, 32], the rows that are left)."""
+    n, num_planes = weight_planes.shape[0], _num_planes(num_bits)
+    whole = n // _BLOCK_ROWS * _BLOCK_ROWS
+    blocks = weight_planes[:whole].view(whole // _BLOCK_ROWS, num_planes, weight_planes.shape[1] * 2 // num_planes, 32)
+    return blocks, slice(whole, n)
+
+
 def _tiled_matmul(
     tokens: Tensor,
     weight_planes: Tensor,
@@ -223,16 +267,12 @@ def _tiled_matmul(
     """Tokens [M, K] @ weight.T, a few blocks of rows at a time. scale [G, N], zero_point [N, G] or None."""
     (m, k), n = tokens.shape, weight_planes.shape[0]
     y = tokens.new_empty(m, n)
-    num_blocks = n // _BLOCK_ROWS
-    blocks = weight_planes[: num_blocks * _BLOCK_ROWS].view(num_blocks, _num_planes(num_bits), k, 32)
-    step = max(1, _TILE_WEIGHTS // (_BLOCK_ROWS * k))
-    for start in range(0, num_blocks, step):
-        tile = blocks[start : start + step]
-        rows = slice(start * _BLOCK_ROWS, (start + tile.shape[0]) * _BLOCK_ROWS)
+    blocks, tail = _blocks(weight_planes, num_bits)
+    for rows in stretches(tail.start, k, _BLOCK_ROWS, tokens.device):
+        tile = blocks[rows.start // _BLOCK_ROWS : rows.stop // _BLOCK_ROWS]
         zeros = None if zero_point is None else zero_point[rows].t()
         weight = _dequantize_blocks(tile, scale[:, rows], zeros).to(tokens.dtype)
         y[:, rows] = linear(tokens, weight.t(), None if bias is None else bias[rows])
-    tail = slice(num_blocks * _BLOCK_ROWS, n)
     if tail.start < n:
         q = unpack_planes(weight_planes[tail], num_bits)
         zeros = None if zero_point is None else zero_point[tail]

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from torchq.kernels import dispatch, wna16_triton
+from torchq.kernels import dispatch, words_triton
 from torchq.kernels.dispatch import Tile
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -391,8 +391,8 @@ def test_random_weights_are_what_the_layout_says(size: tuple[int, int]) -> None:
         if kind.group_size and k % kind.group_size:
             continue
         weight = timing.random_weight(kind, n, k, torch.float16, "cpu")
-        codes = wna16_triton.unpack_words(weight.words, kind.num_bits, k)
-        assert torch.equal(wna16_triton.pack_words(codes, kind.num_bits), weight.words)
+        codes = words_triton.unpack_words(weight.words, kind.num_bits, k)
+        assert torch.equal(words_triton.pack_words(codes, kind.num_bits), weight.words)
         assert torch.equal(weight.dequantize(torch.float16), weight.dequantize(torch.float64).half())
         assert torch.equal(weight.dequantize(torch.float64, slice(3, 9)), weight.dequantize(torch.float64)[3:9])
         copy = weight.clone()

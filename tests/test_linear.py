@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from torchq import QuantArgs, QuantConfig, QuantLinear, Scheme, quantize_
 from torchq.algorithms.rtn import quantize_weight
-from torchq.kernels import w8a8_int8_cpu, wna16_cpu
+from torchq.kernels import linear, w8a8_int8_cpu, wna16_cpu
 from torchq.linear import buffer_specs
 from torchq.scheme import resolve_scheme
 from torchq.testing import assert_within_dtype_error, sqnr_db, tiny_llama
@@ -423,21 +424,129 @@ def test_an_int8_weight_that_a_cpu_kernel_holds_leaves_a_placeholder_that_cannot
     assert layer.canonical_tensors()["weight"].untyped_storage().nbytes() == 96 * 256
 
 
+# --------------------------------------------------------------------------------------------------------------- gradients
+
+
+def assert_gradients(layer: QuantLinear, x: Tensor) -> None:
+    """Those of the input and the bias equal what the dequantized weight in float64 gives, to rounding."""
+    grad_y = torch.randn(*x.shape[:-1], layer.out_features, generator=torch.Generator().manual_seed(2)).to(x.dtype)
+    grads = torch.autograd.grad(layer(x), (x, *layer.parameters()), grad_y)
+    weight = layer.dequantize()
+    assert grads[0].dtype == x.dtype and grads[0].shape == x.shape
+    assert_within_dtype_error(grads[0], grad_y.double() @ weight.double(), grad_y @ weight.to(x.dtype))
+    if layer.bias is not None:
+        flat = grad_y.reshape(-1, layer.out_features)
+        assert_within_dtype_error(grads[1], flat.double().sum(0), flat.sum(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_gradients_equal_those_of_the_dequantized_weight(name: str, dtype: torch.dtype) -> None:
+    _, layer = make(name, dtype)
+    for shape in ((5, 256), (1, 256), (0, 256), (2, 3, 256), (256,)):
+        assert_gradients(layer, tokens(dtype, *shape).requires_grad_())
+    assert_gradients(layer, tokens(dtype, 256, 5).requires_grad_().t())
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_gradients_do_not_depend_on_how_much_is_dequantized_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "TILE_WEIGHTS", 1)
+    for shape in ((80, 256), (100, 384), (64, 512)):  # ends of 16 and 36 rows: two layouts of the CPU's kernels, and none
+        _, layer = make(name, shape=shape, bias=False)
+        assert_gradients(layer, tokens(torch.bfloat16, 5, shape[1]).requires_grad_())
+
+
+def test_gradients_of_ragged_rows() -> None:
+    for bits in (3, 4, 5):  # 40 columns end within a word
+        scheme = resolve_scheme(f"W{bits}A16", -1)
+        quantized, _ = quantize_weight(torch.randn(33, 40, generator=torch.Generator().manual_seed(0)), scheme)
+        layer = QuantLinear.from_linear(nn.Linear(40, 33), quantized)
+        assert_gradients(layer, tokens(torch.float32, 3, 40).requires_grad_())
+
+
 @pytest.mark.parametrize("name", SOME_SCHEMES)
-def test_gradients_are_an_error_and_a_forward_pass_without_no_grad_is_not(name: str) -> None:
+def test_a_gradient_is_computed_only_where_it_is_wanted(name: str) -> None:
     _, layer = make(name)
     x = tokens(torch.bfloat16, 3, 256)
     with torch.no_grad():
         expected = layer(x)
-    y = layer(x)  # the bias wants a gradient
+    y = layer(x)  # the bias wants one
     assert torch.equal(y, expected) and y.requires_grad
-    with pytest.raises(NotImplementedError, match=r"gradients through QuantLinear\(in_features=256, .*are not supported yet"):
-        y.float().sum().backward()
+    y.float().sum().backward()
+    assert layer.bias is not None and layer.bias.grad is not None and x.grad is None
+    assert {name for name, _ in layer.named_parameters()} == {"bias"}
     layer.requires_grad_(False)
     assert not layer(x).requires_grad
     x.requires_grad_()
-    with pytest.raises(NotImplementedError, match="gradients through QuantLinear"):
-        layer(x).float().sum().backward()
+    first = torch.autograd.grad((layer(x).float() ** 2).sum(), x, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.float().sum().backward()
+
+
+@pytest.mark.parametrize("name", SOME_SCHEMES)
+def test_nothing_of_the_size_of_the_weight_is_kept_for_the_backward_pass(name: str) -> None:
+    _, layer = make(name)
+    pointers = {tensor.untyped_storage().data_ptr() for tensor in layer.buffers() if not tensor.is_mkldnn}
+    kept: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        layer(tokens(torch.bfloat16, 3, 256).requires_grad_())
+    assert kept
+    for tensor in kept:
+        assert tensor is layer._onednn_weight or tensor.untyped_storage().data_ptr() in pointers
+
+
+@pytest.mark.parametrize("name", SOME_SCHEMES)
+def test_autocast_multiplies_in_its_dtype_as_linear_does(name: str) -> None:
+    _, layer = make(name)
+    x = tokens(torch.float32, 3, 256).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+        assert layer(x.double()).dtype == torch.float64
+    assert y.dtype == torch.bfloat16 and torch.equal(y, layer(x.bfloat16()))
+    y.float().sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", SOME_SCHEMES)
+def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
+    first, second = make(name, shape=(256, 256))[1], make(name)[1]
+
+    def both(x: Tensor) -> Tensor:
+        return second(first(x).relu())
+
+    grads = []
+    for function in (both, lambda x: checkpoint(both, x, use_reentrant=reentrant)):
+        x = tokens(torch.bfloat16, 3, 256).requires_grad_()
+        function(x).float().sum().backward()
+        grads.append((x.grad, first.bias.grad))
+        first.bias.grad = second.bias.grad = None
+    for expected, found in zip(*grads, strict=True):
+        assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("name", SOME_SCHEMES)
+def test_a_training_step_compiles_into_one_graph(name: str) -> None:
+    _, layer = make(name, shape=(256, 256))
+    adapter = nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)
+
+    def loss_of(x: Tensor) -> Tensor:
+        y = layer(x) + adapter(x)
+        return (layer(y.relu()) ** 2).float().mean()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
+    for m in (3, 5):
+        x = tokens(torch.bfloat16, m, 256).requires_grad_()
+        expected = torch.autograd.grad(loss_of(x), (x, adapter.weight, layer.bias))
+        found = torch.autograd.grad(compiled(x), (x, adapter.weight, layer.bias))
+        for one, other in zip(expected, found, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_extra_repr_names_the_scheme() -> None:

@@ -81,7 +81,7 @@ def test_every_entry_of_the_table_is_a_case(static: ModuleType) -> None:
             bits, fine = int(kind[1]), kind.endswith("_fine")
             for _, tile in rows:
                 mine = [c for c in cases if (c.architecture, c.num_bits, c.tile) == (architecture, bits, tile)]
-                assert {static.wna16_triton.kind_of(bits, c.group_size or 1 << 20, c.has_zeros) for c in mine} >= {kind}
+                assert {static.words_triton.kind_of(bits, c.group_size or 1 << 20, c.has_zeros) for c in mine} >= {kind}
                 assert any(c.ragged_k for c in mine) and (fine or {c.dtype for c in mine} == {"float16", "bfloat16"})
 
 

@@ -1,4 +1,4 @@
-"""Layouts of packed integer weights in memory: what a device's kernel reads, in place of the checkpoint's tensors.
+"""Layouts of packed weights in memory: what a device's kernel reads, in place of the checkpoint's tensors.
 
 A layout replaces the canonical tensors (never two copies of a weight), and gives them back bit for bit.
 """
@@ -15,82 +15,125 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.kernels import wna16_cpu
+from torchq.kernels import fp8, wna16_cpu
 from torchq.kernels.dispatch import gpu_of
-from torchq.scheme import QuantArgs
+from torchq.packing import pack_int32, pack_zero_point, unpack_int32, unpack_zero_point
+from torchq.scheme import Scheme
 
 Buffers = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
+class Form:
+    """A weight's scheme, its N rows and K columns, and the dtype of its scales."""
+
+    scheme: Scheme
+    n: int
+    k: int
+    scale_dtype: torch.dtype
+
+    @property
+    def group_size(self) -> int:
+        """Weights along K that share a scale."""
+        weights = self.scheme.weights
+        return weights.block_structure[1] if weights.block_structure else weights.group_size or self.k
+
+
+@dataclass(frozen=True)
 class Layout:
-    """A layout of weights of the format pack-quantized. N out_features, K in_features, G groups of S weights.
+    """A layout of a weight.
 
     Attributes:
-        buffers: Names of its tensors; the first is never None.
-        can_hold: (N, K, weights, S, scale's dtype) -> whether a weight can be laid out so.
-        pack: (codes [N, K] int8, scale [N, G], zero_point [N, G] int8 or None, num_bits, S) -> tensors, in the order of
-            ``buffers``.
-        unpack: (buffers, num_bits, K, G) -> codes, scale, zero_point as they were.
+        replaces: Names of the canonical tensors that it replaces.
+        buffers: Names of its own tensors; the first is never None, the second holds the scales.
+        can_hold: Whether a weight of a form can be laid out so, on a device.
+        pack: (canonical tensors, form) -> its tensors, in the order of ``buffers``.
+        unpack: (its tensors by name, form) -> the canonical tensors by name, as they were.
     """
 
+    replaces: tuple[str, ...]
     buffers: tuple[str, ...]
-    can_hold: Callable[[int, int, QuantArgs, int, torch.dtype], bool]
-    pack: Callable[[Tensor, Tensor, Tensor | None, int, int], tuple[Tensor | None, ...]]
-    unpack: Callable[[Buffers, int, int, int], tuple[Tensor, Tensor, Tensor | None]]
+    can_hold: Callable[[Form, torch.device], bool]
+    pack: Callable[[Buffers, Form], tuple[Tensor | None, ...]]
+    unpack: Callable[[Buffers, Form], dict[str, Tensor]]
 
 
-def layout_for(device: torch.device) -> Layout | None:
-    """The layout of a device's kernels, or None: they read the canonical tensors."""
-    if device.type == "cpu":
-        return PLANES
-    if device.type != "cuda" or find_spec("triton") is None:
+def layout_for(form: Form, device: torch.device) -> Layout | None:
+    """The layout of a weight for a device's kernels, or None: they read the canonical tensors."""
+    if device.type == "cuda" and (find_spec("triton") is None or _is_old(device)):
         return None
-    if gpu_of(device) is None:
-        _warn_of_old_gpu(device)
-        return None
-    return WORDS
+    candidates = {"cpu": (PLANES,), "cuda": (WORDS, FP8_WORDS)}.get(device.type, ())
+    return next((layout for layout in candidates if layout.can_hold(form, device)), None)
 
 
 @cache
-def _warn_of_old_gpu(device: torch.device) -> None:
+def _is_old(device: torch.device) -> bool:
+    """Whether a GPU is too old for the Triton kernels, which is said once."""
+    if gpu_of(device) is not None:
+        return False
     warnings.warn(
         f"{torch.cuda.get_device_name(device)} ({device}) is older than compute capability 8.0, which torchq's Triton kernels "
         "need: packed weights are dequantized for each product there, which is slow",
-        stacklevel=2,
+        stacklevel=3,
     )
+    return True
 
 
 def layout_of(buffers: Buffers) -> Layout | None:
     """The layout that these buffers are in, or None: the canonical one."""
-    return next((layout for layout in (PLANES, WORDS) if layout.buffers[0] in buffers), None)
+    return next((layout for layout in (PLANES, WORDS, FP8_WORDS) if layout.buffers[0] in buffers), None)
+
+
+# --------------------------------------------------------------------------------------------- the format pack-quantized
+
+_PACKED = ("weight_packed", "weight_scale", "weight_zero_point")
+
+
+def packed_tensors(q: Tensor, scale: Tensor, zero_point: Tensor | None, num_bits: int) -> dict[str, Tensor]:
+    """Codes [N, K] int8, scale [N, G], zero_point [N, G] int8 or None -> tensors by name, as on disk."""
+    tensors = {"weight_packed": pack_int32(q, num_bits), "weight_scale": scale}
+    if zero_point is not None:
+        tensors["weight_zero_point"] = pack_zero_point(zero_point, num_bits)
+    return tensors
+
+
+def codes_of(tensors: Buffers, form: Form) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Invert :func:`packed_tensors`."""
+    num_bits, scale, zeros = form.scheme.weights.num_bits, tensors["weight_scale"], tensors.get("weight_zero_point")
+    q = unpack_int32(tensors["weight_packed"], num_bits, (form.n, form.k))
+    return q, scale, None if zeros is None else unpack_zero_point(zeros, num_bits, (form.n, scale.shape[1]))
 
 
 # ------------------------------------------------------------------------------------------------------ torchq.kernels.wna16_cpu
 
 
-def _can_hold_planes(n: int, k: int, args: QuantArgs, group_size: int, dtype: torch.dtype) -> bool:
-    if dtype != torch.bfloat16 or (args.num_bits > 4 and not args.symmetric):
+def _can_hold_planes(form: Form, device: torch.device) -> bool:
+    weights = form.scheme.weights
+    if form.scheme.format != "pack-quantized" or form.scale_dtype != torch.bfloat16:
         return False
-    return wna16_cpu.native_group_size(n, k, group_size) is not None and wna16_cpu.is_available()
+    if weights.num_bits > 4 and not weights.symmetric:
+        return False
+    return wna16_cpu.native_group_size(form.n, form.k, form.group_size) is not None and wna16_cpu.is_available()
 
 
-def _pack_planes(
-    q: Tensor, scale: Tensor, zero_point: Tensor | None, num_bits: int, group_size: int
-) -> tuple[Tensor | None, ...]:
-    native_size = wna16_cpu.native_group_size(q.shape[0], q.shape[1], group_size)
+def _pack_planes(tensors: Buffers, form: Form) -> tuple[Tensor | None, ...]:
+    (q, scale, zero_point), num_bits = codes_of(tensors, form), form.scheme.weights.num_bits
+    native_size = wna16_cpu.native_group_size(form.n, form.k, form.group_size)
     assert native_size is not None
-    pairs = wna16_cpu.pack_scale_and_zero(scale, zero_point, num_bits, group_size, native_size)
+    pairs = wna16_cpu.pack_scale_and_zero(scale, zero_point, num_bits, form.group_size, native_size)
     residual = None if zero_point is None else wna16_cpu.zero_residual(scale, zero_point)
     return wna16_cpu.pack_planes(q, num_bits), pairs, zero_point, residual
 
 
-def _unpack_planes(buffers: Buffers, num_bits: int, k: int, num_groups: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    scale = wna16_cpu.scale_of(buffers["scale_and_zero"], num_bits, num_groups)
-    return wna16_cpu.unpack_planes(buffers["weight_planes"], num_bits), scale, buffers["native_zero_point"]
+def _unpack_planes(buffers: Buffers, form: Form) -> dict[str, Tensor]:
+    num_bits = form.scheme.weights.num_bits
+    scale = wna16_cpu.scale_of(buffers["scale_and_zero"], num_bits, form.k // form.group_size)
+    q = wna16_cpu.unpack_planes(buffers["weight_planes"], num_bits)
+    return packed_tensors(q, scale, buffers["native_zero_point"], num_bits)
 
 
 PLANES = Layout(
+    _PACKED,
     ("weight_planes", "scale_and_zero", "native_zero_point", "native_zero_residual"),
     _can_hold_planes,
     _pack_planes,
@@ -98,28 +141,71 @@ PLANES = Layout(
 )
 
 
-# --------------------------------------------------------------------------------------------------- torchq.kernels.wna16_triton
+# --------------------------------------------------------------------------------------------------- torchq.kernels.words_triton
 
 
-def _can_hold_words(n: int, k: int, args: QuantArgs, group_size: int, dtype: torch.dtype) -> bool:
-    from torchq.kernels import wna16_triton
+def _can_hold_words(form: Form, device: torch.device) -> bool:
+    if form.scheme.format != "pack-quantized" or form.n == 0:
+        return False
+    from torchq.kernels import words_triton
 
-    return n > 0 and wna16_triton.can_hold(args.num_bits, group_size, k)
-
-
-def _pack_words(q: Tensor, scale: Tensor, zero_point: Tensor | None, num_bits: int, group_size: int) -> tuple[Tensor | None, ...]:
-    from torchq.kernels import wna16_triton
-
-    zeros = None if zero_point is None else zero_point.t().contiguous()
-    return wna16_triton.pack_words(q, num_bits), scale.t().contiguous(), zeros
+    return words_triton.can_hold(form.scheme.weights.num_bits, form.group_size, form.k)
 
 
-def _unpack_words(buffers: Buffers, num_bits: int, k: int, num_groups: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    from torchq.kernels import wna16_triton
+def _pack_words(tensors: Buffers, form: Form) -> tuple[Tensor | None, ...]:
+    from torchq.kernels import words_triton
 
-    zeros = buffers["words_zero_point"]
-    codes = wna16_triton.unpack_words(buffers["weight_words"], num_bits, k)
-    return codes, buffers["words_scale"].t().contiguous(), None if zeros is None else zeros.t().contiguous()
+    q, scale, zeros = codes_of(tensors, form)
+    words = words_triton.pack_words(q, form.scheme.weights.num_bits)
+    return words, scale.t().contiguous(), None if zeros is None else zeros.t().contiguous()
 
 
-WORDS = Layout(("weight_words", "words_scale", "words_zero_point"), _can_hold_words, _pack_words, _unpack_words)
+def _unpack_words(buffers: Buffers, form: Form) -> dict[str, Tensor]:
+    from torchq.kernels import words_triton
+
+    num_bits, zeros = form.scheme.weights.num_bits, buffers["words_zero_point"]
+    codes = words_triton.unpack_words(buffers["weight_words"], num_bits, form.k)
+    zeros = None if zeros is None else zeros.t().contiguous()
+    return packed_tensors(codes, buffers["words_scale"].t().contiguous(), zeros, num_bits)
+
+
+WORDS = Layout(_PACKED, ("weight_words", "words_scale", "words_zero_point"), _can_hold_words, _pack_words, _unpack_words)
+
+
+# ------------------------------------------------------------------------------------------------------ torchq.kernels.fp8_triton
+
+
+def _can_hold_fp8_words(form: Form, device: torch.device) -> bool:
+    """Not where the GPU multiplies fp8 by fp8 itself: rounded activations and no blocks."""
+    if form.scheme.weights.type != "float" or form.n == 0:
+        return False
+    from torchq.kernels import words_triton
+
+    native = form.scheme.input_activations is not None and form.scheme.weights.strategy != "block"
+    if native and fp8.has_scaled_mm(device, form.n, form.k):
+        return False
+    return form.k % form.group_size == 0 and words_triton.can_hold(8, form.group_size, form.k)
+
+
+def _pack_fp8_words(tensors: Buffers, form: Form) -> tuple[Tensor | None, ...]:
+    from torchq.kernels import words_triton
+
+    scale, block = tensors["weight_scale"], form.scheme.weights.block_structure
+    rows = scale.view(1, 1) if scale.ndim == 1 else scale  # [1] for a whole weight
+    by_row = rows.repeat_interleave(block[0], 0)[: form.n] if block else rows.expand(form.n, 1)
+    return words_triton.pack_fp8(tensors["weight"]), by_row.t().contiguous()
+
+
+def _unpack_fp8_words(buffers: Buffers, form: Form) -> dict[str, Tensor]:
+    from torchq.kernels import words_triton
+
+    scale, weights = buffers["fp8_words_scale"].t(), form.scheme.weights
+    step = weights.block_structure[0] if weights.block_structure else form.n if weights.strategy == "tensor" else 1
+    scale = scale[::step].clone(memory_format=torch.contiguous_format)
+    scale = scale.view(1) if weights.strategy == "tensor" else scale
+    return {"weight": words_triton.unpack_fp8(buffers["fp8_words"], form.k), "weight_scale": scale}
+
+
+FP8_WORDS = Layout(
+    ("weight", "weight_scale"), ("fp8_words", "fp8_words_scale"), _can_hold_fp8_words, _pack_fp8_words, _unpack_fp8_words
+)

@@ -7,17 +7,19 @@ other devices give the canonical one back bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.autograd.function import once_differentiable
 
 from torchq import layouts, numerics
 from torchq.kernels import fp8, w8a8_int8, w8a8_int8_cpu, wna16, wna16_cpu
 from torchq.matching import is_conv1d
-from torchq.packing import pack_int32, pack_zero_point, packed_words, unpack_int32, unpack_zero_point
+from torchq.packing import packed_words
 from torchq.scheme import Scheme
 
 _SAME_SIZE_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -30,8 +32,12 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-_KERNEL_MODULES = (wna16, wna16_cpu, w8a8_int8, w8a8_int8_cpu, fp8)  # named so that importing them, which registers ops, is a use
+_KERNEL_MODULES = (wna16, wna16_cpu, w8a8_int8, w8a8_int8_cpu)  # named so that importing them, which registers ops, is a use
 _OPS = torch.ops.torchq
+
+
+def _of(buffers: Mapping[str, Tensor | None], layout: layouts.Layout) -> tuple[Tensor | None, ...]:
+    return tuple(buffers[name] for name in layout.buffers)
 
 
 @dataclass(frozen=True)
@@ -82,19 +88,34 @@ def buffer_specs(
     return specs
 
 
-class _Forward(torch.autograd.Function):
-    """The forward pass where gradients could be asked for."""
+class _Linear(torch.autograd.Function):
+    """The product where gradients are asked for. All it keeps for the backward pass is the packed weight, which is there anyway.
+
+    Rounded activations: the straight-through estimator, which takes the gradient as if they were not.
+    """
 
     @staticmethod
-    def forward(ctx: Any, layer: QuantLinear, x: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.name = layer.extra_repr()
-        return layer._linear(x, bias)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, kernel: _Kernel, *tensors: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.kernel = kernel
+        y: Tensor = kernel.forward(x, *tensors, bias, *kernel.settings)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        raise NotImplementedError(
-            f"gradients through QuantLinear({ctx.name}) are not supported yet; supported: inference, under torch.no_grad()"
-        )
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        kernel, tensors = ctx.kernel, ctx.saved_tensors
+        grad_x = kernel.input_grad(grad_y, *tensors, *kernel.settings) if ctx.needs_input_grad[0] else None
+        grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_bias, None, *(None for _ in tensors)
+
+
+class _Kernel(NamedTuple):
+    """Two ops on a weight: ``forward(x, *tensors, bias, *settings)`` and ``input_grad(grad_y, *tensors, *settings)``."""
+
+    forward: OpOverload
+    input_grad: OpOverload
+    settings: tuple[int, ...] = ()
 
 
 class QuantLinear(nn.Module):
@@ -161,10 +182,8 @@ class QuantLinear(nn.Module):
         module = cls(in_features, out_features, scheme, bias=False, dtype=qw.scale.dtype, device="meta")
         tensors: dict[str, Tensor | None] = {"weight_scale": qw.scale.contiguous()}
         if scheme.format == "pack-quantized":
-            tensors["weight_packed"] = pack_int32(qw.q, scheme.weights.num_bits)
+            tensors |= layouts.packed_tensors(qw.q, qw.scale.contiguous(), qw.zero_point, scheme.weights.num_bits)
             tensors["weight_shape"] = torch.tensor([out_features, in_features], device=qw.q.device)
-            if qw.zero_point is not None:
-                tensors["weight_zero_point"] = pack_zero_point(qw.zero_point, scheme.weights.num_bits)
         else:
             tensors["weight"] = qw.q.contiguous()
             if "input_scale" in module._buffers:
@@ -187,58 +206,45 @@ class QuantLinear(nn.Module):
     # ------------------------------------------------------------------------------------------------------------- compute
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [..., N] for activations x [..., K], in x's dtype."""
-        bias = self._parameters["bias"]
-        if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-            return _Forward.apply(self, x, bias)  # type: ignore[no-untyped-call]
-        return self._linear(x, bias)
-
-    def _linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        buffers, args = self._buffers, self.scheme.weights  # the dict: attribute look-ups of a Module cost microseconds
+        """Return [..., N] for activations x [..., K], in x's dtype; under ``torch.autocast`` in its dtype, as nn.Linear."""
+        device = x.device.type
+        if not x.is_meta and torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(device))
+        bias: Tensor | None = self._parameters["bias"]
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        if "weight_planes" in buffers:
-            return _OPS.wna16_cpu.default(
-                x,
-                buffers["weight_planes"],
-                buffers["scale_and_zero"],
-                buffers["native_zero_point"],
-                buffers["native_zero_residual"],
-                bias,
-                args.num_bits,
-                args.group_size or self.in_features,
-            )
-        if "weight_words" in buffers:
-            return _OPS.wna16_triton.default(
-                x,
-                buffers["weight_words"],
-                buffers["words_scale"],
-                buffers["words_zero_point"],
-                bias,
-                args.num_bits,
-                args.group_size or self.in_features,
-            )
-        if "weight_packed" in buffers:
-            return _OPS.wna16.default(
-                x,
-                buffers["weight_packed"],
-                buffers["weight_scale"],
-                buffers.get("weight_zero_point"),
-                bias,
-                args.num_bits,
-                args.group_size or self.in_features,
-            )
-        scale, input_scale = buffers["weight_scale"], buffers.get("input_scale")
-        if self._onednn_weight is not None:
-            zero_point = buffers.get("input_zero_point")
-            return _OPS.w8a8_int8_cpu.default(x, self._onednn_weight, scale, input_scale, zero_point, bias)
-        weight = buffers["weight"]
+        kernel, tensors = self._kernel()
+        if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+            return _Linear.apply(x, bias, kernel, *tensors)  # type: ignore[no-untyped-call]
+        return kernel.forward(x, *tensors, bias, *kernel.settings)
+
+    def _kernel(self) -> tuple[_Kernel, tuple[Tensor | None, ...]]:
+        """What multiplies by the weight as it lies in memory, and its tensors."""
+        buffers, args = self._buffers, self.scheme.weights  # the dict: attribute look-ups of a Module cost microseconds
+        if self.scheme.format == "pack-quantized":
+            settings = args.num_bits, args.group_size or self.in_features
+            if "weight_planes" in buffers:
+                return _Kernel(_OPS.wna16_cpu.default, _OPS.wna16_cpu_input_grad.default, settings), _of(buffers, layouts.PLANES)
+            if "weight_words" in buffers:
+                ops = _OPS.wna16_triton.default, _OPS.wna16_triton_input_grad.default
+                return _Kernel(*ops, settings), _of(buffers, layouts.WORDS)
+            kernel = _Kernel(_OPS.wna16.default, _OPS.wna16_input_grad.default, settings)
+            return kernel, (buffers["weight_packed"], buffers["weight_scale"], buffers.get("weight_zero_point"))
+        input_scale, zero_point = buffers.get("input_scale"), buffers.get("input_zero_point")
         if args.type == "int":
-            return _OPS.w8a8_int8.default(x, weight, scale, input_scale, buffers.get("input_zero_point"), bias)
+            if self._onednn_weight is not None:
+                ops = _OPS.w8a8_int8_cpu.default, _OPS.w8a8_int8_cpu_input_grad.default
+                return _Kernel(*ops), (self._onednn_weight, buffers["weight_scale"], input_scale, zero_point)
+            kernel = _Kernel(_OPS.w8a8_int8.default, _OPS.w8a8_int8_input_grad.default)
+            return kernel, (buffers["weight"], buffers["weight_scale"], input_scale, zero_point)
         acts = self.scheme.input_activations
         dynamic_group = -1 if acts is None or not acts.dynamic else acts.group_size or 0
         rows, columns = args.block_structure or (0, 0)
-        return _OPS.fp8_linear.default(x, weight, scale, input_scale, bias, dynamic_group, rows, columns)
+        if "fp8_words" in buffers:
+            ops = _OPS.fp8_triton.default, _OPS.fp8_triton_input_grad.default
+            return _Kernel(*ops, (columns or self.in_features, dynamic_group)), (*_of(buffers, layouts.FP8_WORDS), input_scale)
+        ops = _OPS.fp8_linear.default, _OPS.fp8_linear_input_grad.default
+        return _Kernel(*ops, (dynamic_group, rows, columns)), (buffers["weight"], buffers["weight_scale"], input_scale)
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -248,15 +254,10 @@ class QuantLinear(nn.Module):
 
     def quantized_tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return (codes [N, K] int8 or fp8, scales as on disk, zero points int8 of scales' shape or None)."""
-        tensors, args = self.canonical_tensors(), self.scheme.weights
-        scale = tensors["weight_scale"]
-        if self.scheme.format != "pack-quantized":
-            return tensors["weight"], scale, None
-        q = unpack_int32(tensors["weight_packed"], args.num_bits, (self.out_features, self.in_features))
-        if args.symmetric:
-            return q, scale, None
-        shape = (self.out_features, scale.shape[1])
-        return q, scale, unpack_zero_point(tensors["weight_zero_point"], args.num_bits, shape)
+        tensors = self.canonical_tensors()
+        if self.scheme.format == "pack-quantized":
+            return layouts.codes_of(tensors, self._form)
+        return tensors["weight"], tensors["weight_scale"], None
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -267,8 +268,8 @@ class QuantLinear(nn.Module):
         return scale.dtype
 
     @property
-    def _group_size(self) -> int:
-        return self.scheme.weights.group_size or self.in_features
+    def _form(self) -> layouts.Form:
+        return layouts.Form(self.scheme, self.out_features, self.in_features, self.scale_dtype)
 
     # -------------------------------------------------------------------------------------------------------------- layout
 
@@ -282,38 +283,31 @@ class QuantLinear(nn.Module):
         buffers = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
         if self._onednn_weight is not None:
             return buffers | {"weight": w8a8_int8_cpu.unpack_weight(self._onednn_weight)}
-        layout, num_bits = layouts.layout_of(buffers), self.scheme.weights.num_bits
+        layout = layouts.layout_of(buffers)
         if layout is None:
             return buffers
-        q, scale, zero_point = layout.unpack(self._buffers, num_bits, self.in_features, self.in_features // self._group_size)
-        tensors = {"weight_packed": pack_int32(q, num_bits), "weight_scale": scale, "weight_shape": self.weight_shape}
-        if zero_point is not None:
-            tensors["weight_zero_point"] = pack_zero_point(zero_point, num_bits)
-        return tensors
+        others = {name: tensor for name, tensor in buffers.items() if name not in layout.buffers}
+        return layout.unpack(self._buffers, self._form) | others
 
     def pack_native_(self) -> None:
         """Move to the layout of the device's kernel where it can hold this weight and is of use."""
         if self.is_native:
             return
-        if self.scheme.format == "pack-quantized":
-            self._pack_wna16()
+        form = self._form
+        layout = layouts.layout_for(form, self._device)
+        if layout is not None:
+            tensors = layout.pack(self._buffers, form)
+            for name in layout.replaces:
+                self._buffers.pop(name, None)
+            for name, tensor in zip(layout.buffers, tensors, strict=True):
+                self.register_buffer(name, tensor, persistent=False)
+            self._set_placeholder()
             return
         if self._device.type != "cpu" or self.scheme.format != "int-quantized" or not w8a8_int8_cpu.is_of_use(self.weight):
             return
         if not self.weight.is_shared():  # the other layout could not be shared with other processes
             self._onednn_weight = w8a8_int8_cpu.pack_weight(self.weight)
             self.register_buffer("weight", torch.zeros(1, 1, dtype=torch.int8).expand_as(self.weight), persistent=False)
-
-    def _pack_wna16(self) -> None:
-        args, group_size, layout = self.scheme.weights, self._group_size, layouts.layout_for(self._device)
-        sizes = (self.out_features, self.in_features)
-        if layout is None or not layout.can_hold(*sizes, args, group_size, self.weight_scale.dtype):
-            return
-        tensors = layout.pack(*self.quantized_tensors(), args.num_bits, group_size)
-        for name in ("weight_packed", "weight_scale", "weight_zero_point"):
-            self._buffers.pop(name, None)
-        for name, tensor in zip(layout.buffers, tensors, strict=True):
-            self.register_buffer(name, tensor, persistent=False)
 
     def unpack_native_(self) -> None:
         """Move back to the canonical layout. The inverse of :meth:`pack_native_`, bit for bit."""
@@ -325,13 +319,15 @@ class QuantLinear(nn.Module):
             self._buffers.pop(name, None)
         self._non_persistent_buffers_set.clear()
         self._buffers.update(tensors)
+        if "weight" in tensors:
+            self.__dict__.pop("weight", None)  # the placeholder
 
     def _set_placeholder(self) -> None:
-        """Give packed layers a ``weight`` that answers questions about dtype, device and shape, and poisons arithmetic."""
-        if self.scheme.format != "pack-quantized":
+        """Give layers without one a ``weight`` that answers questions about dtype, device and shape, and poisons arithmetic."""
+        if "weight" in self._buffers:
             return
-        device = self._device
-        nan = torch.full((1, 1), float("nan"), dtype=self.compute_dtype, device=device)
+        dtype = self.compute_dtype if self.scheme.format == "pack-quantized" else fp8.FP8
+        nan = torch.full((1, 1), float("nan"), device=self._device).to(dtype)
         placeholder = nan.expand(self.out_features, self.in_features)
         placeholder._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers: do not draw random weights
         self.__dict__["weight"] = placeholder
@@ -345,7 +341,8 @@ class QuantLinear(nn.Module):
                 f"Module.type(dtype) would convert packed integers too ({self.extra_repr()}); use .to(dtype), .half() or .float()"
             )
         probe = fn(torch.empty(0, dtype=self.compute_dtype, device=self._device))
-        if self._onednn_weight is not None or layouts.layout_for(probe.device) is not layouts.layout_of(self._buffers):
+        layout = layouts.layout_for(self._form, probe.device)
+        if self._onednn_weight is not None or layout is not layouts.layout_of(self._buffers):
             self.unpack_native_()
         dtypes = {name: buffer.dtype for name, buffer in self._buffers.items() if buffer is not None}
         for name, dtype in dtypes.items():

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from torchq import numerics
-from torchq.kernels import wna16 as module
+from torchq.kernels import linear
 from torchq.kernels.wna16 import dequantize_wna16, wna16, wna16_ref
 from torchq.packing import pack_int32, pack_zero_point
 from torchq.scheme import QuantArgs
@@ -113,7 +113,7 @@ def test_on_cuda(num_bits, symmetric, dtype):
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("num_bits", range(2, 9))
 def test_row_tiles(num_bits, symmetric, monkeypatch):
-    monkeypatch.setattr(module, "_TILE_WEIGHTS", 1)  # 64 rows at a time; 200 is no multiple
+    monkeypatch.setattr(linear, "TILE_WEIGHTS", 1)  # 64 rows at a time; 200 is no multiple
     weight, arguments = make(200, 96, 32, num_bits, symmetric, torch.float32)
     x, bias = activations(5, 96, torch.float32), activations(1, 200, torch.float32, seed=5)[0]
     check(wna16(x, *arguments, bias, num_bits, 32), x, weight, bias)

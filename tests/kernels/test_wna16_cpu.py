@@ -7,6 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from torchq import numerics
 from torchq.algorithms.rtn import quantize_weight
+from torchq.kernels import linear
 from torchq.kernels import wna16_cpu as module
 from torchq.kernels.wna16_cpu import (
     is_available,
@@ -212,7 +213,7 @@ def test_the_tiled_weight_is_the_dequantized_one(num_bits, symmetric, monkeypatc
     """The identity as activations gives the weight back, bit for bit."""
     monkeypatch.setattr(module, "MAX_NATIVE_TOKENS", {1: -1, 2: -1})
     for tile in (1 << 19, 1):
-        monkeypatch.setattr(module, "_TILE_WEIGHTS", tile)
+        monkeypatch.setattr(linear, "TILE_WEIGHTS", tile)
         for n, k, group_size in SHAPES[:6]:
             weight, arguments = make(n, k, group_size, num_bits, symmetric)
             for dtype in (torch.float32, torch.bfloat16):

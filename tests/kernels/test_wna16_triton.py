@@ -1,11 +1,6 @@
-"""Words: the layout, and the kernels on it against float64 of the exact dequantized weight.
-
-Without a GPU kernels run in Triton's interpreter, each case in a process of its own: an access out of bounds ends that one.
-"""
+"""Words: the layout, and the kernels on it against float64 of the exact dequantized weight."""
 
 import copy
-import os
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq import QuantConfig, layouts, numerics, quantize_, warmup
-from torchq.kernels import dispatch, wna16_triton
+from torchq.kernels import dispatch, linear, wna16_triton, words_triton
 from torchq.kernels.dispatch import Tile
 from torchq.linear import QuantizedWeight, QuantLinear
 from torchq.scheme import resolve_scheme
@@ -24,25 +19,8 @@ from torchq.testing import assert_within_dtype_error, tiny_llama
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE = Tile(16, 32, num_stages=2)
+Apart = Callable[[Callable[[], None]], None]
 SHAPES = [(33, 256, 32), (100, 576, 64), (64, 384, 128), (40, 320, 320), (49, 288, 96), (32, 1024, 512)]
-
-
-def apart(check: Callable[[], None]) -> None:
-    """Run a check in a forked process, whose exit status counts; on a GPU, here."""
-    if DEVICE == "cuda":
-        check()
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of forking beside threads: none is in a lock here
-        child = os.fork()
-    if child == 0:
-        try:
-            check()
-        except BaseException:  # whatever it is ends this process, whose exit status fails the test
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @dataclass
@@ -73,7 +51,7 @@ def random_weight(
     exact = q.double().unflatten(1, (groups, group_size))
     exact = exact if zero_point is None else exact - zero_point.t().double().unsqueeze(2)
     exact = (exact * scale.t().double().unsqueeze(2)).flatten(1)
-    words = wna16_triton.pack_words(q, num_bits)
+    words = words_triton.pack_words(q, num_bits)
     on_device = [tensor if tensor is None else tensor.to(DEVICE) for tensor in (words, scale, zero_point, exact)]
     return Weight(on_device[0], on_device[1], on_device[2], num_bits, group_size, on_device[3])
 
@@ -83,7 +61,7 @@ def random_tokens(m: int, k: int, dtype: torch.dtype = torch.float16) -> Tensor:
 
 
 def multiply(x: Tensor, weight: Weight, bias: Tensor | None = None, tile: Tile = TILE, splits: int = 1) -> Tensor:
-    return wna16_triton.matmul_words(x, *weight.arguments, bias, weight.num_bits, weight.group_size, tile, splits)
+    return words_triton.matmul_words(x, *weight.arguments, bias, weight.num_bits, weight.group_size, tile, splits)
 
 
 def assert_is_product(y: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> None:
@@ -97,13 +75,13 @@ def assert_is_product(y: Tensor, x: Tensor, weight: Weight, bias: Tensor | None 
 
 @pytest.mark.parametrize("num_bits", [2, 4, 8])
 def test_column_32j_2r_h_is_in_word_r(num_bits: int) -> None:
-    block = wna16_triton.block_size(num_bits)
+    block = words_triton.block_size(num_bits)
     half = 1 << (num_bits - 1)
     q = torch.full((3, 2 * block), -half, dtype=torch.int8)
     for j, r, h in ((0, 0, 0), (16 // num_bits - 1, 15, 1), (1, 7, 0)):
         codes = q.clone()
         codes[2, block + 32 * j + 2 * r + h] = -half + 1
-        words = wna16_triton.pack_words(codes, num_bits)
+        words = words_triton.pack_words(codes, num_bits)
         assert words.shape == (2, 3, 16) and words.dtype == torch.int32
         expected = torch.zeros_like(words)
         expected[1, 2, r] = 1 << (num_bits * j + 16 * h)
@@ -115,8 +93,8 @@ def test_column_32j_2r_h_is_in_word_r(num_bits: int) -> None:
 def test_words_give_the_codes_back(num_bits: int, shape: tuple[int, int]) -> None:
     half = 1 << (num_bits - 1)
     q = torch.randint(-half, half, shape, generator=torch.Generator().manual_seed(0)).to(torch.int8)
-    words = wna16_triton.pack_words(q, num_bits)
-    assert torch.equal(wna16_triton.unpack_words(words, num_bits, shape[1]), q)
+    words = words_triton.pack_words(q, num_bits)
+    assert torch.equal(words_triton.unpack_words(words, num_bits, shape[1]), q)
     assert words.numel() * 32 // num_bits >= q.numel()
 
 
@@ -126,7 +104,7 @@ def test_words_give_the_codes_back(num_bits: int, shape: tuple[int, int]) -> Non
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("num_bits", [2, 4, 8])
-def test_equals_float64(num_bits: int, shape: tuple[int, int, int], zeros: bool) -> None:
+def test_equals_float64(num_bits: int, shape: tuple[int, int, int], zeros: bool, apart: Apart) -> None:
     weight = random_weight(*shape, num_bits, zeros)
     bias = torch.linspace(-1, 1, shape[0], device=DEVICE).half()
 
@@ -140,7 +118,7 @@ def test_equals_float64(num_bits: int, shape: tuple[int, int, int], zeros: bool)
 
 
 @pytest.mark.parametrize("m", [0, 1, 2, 7, 16, 17, 64, 300])
-def test_all_token_counts_through_the_op(m: int) -> None:
+def test_all_token_counts_through_the_op(m: int, apart: Apart) -> None:
     """With the table's own tiles; many tokens go through a dequantized weight."""
     weight = random_weight(100, 576, 64)
 
@@ -156,7 +134,7 @@ def test_all_token_counts_through_the_op(m: int) -> None:
 
 
 @pytest.mark.parametrize("tile", [Tile(8, 32), Tile(16, 16), Tile(32, 64), Tile(64, 128, 8)], ids=str)
-def test_tiles_and_splits_make_no_difference_but_rounding(tile: Tile) -> None:
+def test_tiles_and_splits_make_no_difference_but_rounding(tile: Tile, apart: Apart) -> None:
     weight = random_weight(100, 1152, 64, zeros=True)
 
     def check() -> None:
@@ -184,20 +162,20 @@ def test_bfloat16(num_bits: int, shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("num_bits", [2, 4, 8])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_dequantize_is_bit_exact(num_bits: int, shape: tuple[int, int, int]) -> None:
+def test_dequantize_is_bit_exact(num_bits: int, shape: tuple[int, int, int], apart: Apart) -> None:
     def check() -> None:
         for zeros in (False, True):
             weight = random_weight(*shape, num_bits, zeros)
             arguments = (*weight.arguments, num_bits, shape[2], shape[1], torch.float16)
-            expected = wna16_triton.dequantize_words_ref(*arguments)
+            expected = words_triton.dequantize_words_ref(*arguments)
             assert torch.equal(expected, weight.exact.half())
-            assert torch.equal(wna16_triton.dequantize_words(*arguments), expected)
-            assert torch.equal(wna16_triton.dequantize_words(*arguments, slice(7, 30)), expected[7:30])
+            assert torch.equal(words_triton.dequantize_words(*arguments), expected)
+            assert torch.equal(words_triton.dequantize_words(*arguments, slice(7, 30)), expected[7:30])
 
     apart(check)
 
 
-def test_biases_of_any_strides_and_one_output() -> None:
+def test_biases_of_any_strides_and_one_output(apart: Apart) -> None:
     bias = torch.linspace(-1, 1, 66, device=DEVICE).half()[::2]
 
     def check() -> None:
@@ -210,7 +188,7 @@ def test_biases_of_any_strides_and_one_output() -> None:
     apart(check)
 
 
-def test_autocast_does_not_change_the_dtype() -> None:
+def test_autocast_does_not_change_the_dtype(apart: Apart) -> None:
     weight = random_weight(33, 256, 32)
 
     def check() -> None:
@@ -222,14 +200,15 @@ def test_autocast_does_not_change_the_dtype() -> None:
     apart(check)
 
 
-def test_many_rows_are_dequantized_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wna16_triton, "_DEQUANTIZED_WEIGHTS", 128 * 256)
+def test_many_rows_are_dequantized_in_stretches(monkeypatch: pytest.MonkeyPatch, apart: Apart) -> None:
+    monkeypatch.setattr(linear, "TILE_WEIGHTS", 128 * 256)
+    monkeypatch.setattr(linear, "DEVICE_TILE_WEIGHTS", 128 * 256)
     weight, x = random_weight(300, 256, 32), random_tokens(300, 256)
     bias = torch.linspace(-1, 1, 300, device=DEVICE).half()
     apart(lambda: assert_is_product(wna16_triton.wna16_triton(x, *weight.arguments, bias, 4, 32), x, weight, bias))
 
 
-def test_float32_activations() -> None:
+def test_float32_activations(apart: Apart) -> None:
     weight, x = random_weight(33, 256, 32), random_tokens(5, 256, torch.float32)
 
     def check() -> None:
@@ -240,7 +219,7 @@ def test_float32_activations() -> None:
     apart(check)
 
 
-def test_activations_of_any_strides_and_leading_shape() -> None:
+def test_activations_of_any_strides_and_leading_shape(apart: Apart) -> None:
     weight = random_weight(33, 256, 32)
     wide = random_tokens(6, 512)
     views = [wide[:, ::2], wide[::2, :256], wide.t().contiguous().t()[:, :256], wide[:, :256].view(2, 3, 256), wide[0, :256]]
@@ -254,7 +233,7 @@ def test_activations_of_any_strides_and_leading_shape() -> None:
     apart(check)
 
 
-def test_rows_more_than_2_31_elements_apart() -> None:
+def test_rows_more_than_2_31_elements_apart(apart: Apart) -> None:
     """Of which only the pages that are touched exist."""
     weight, stride = random_weight(33, 256, 32), (1 << 30) + 64  # the stride itself is 32 bits, twice it is not
     x = torch.empty(2 * stride + 256, dtype=torch.float16, device=DEVICE).as_strided((3, 256), (stride, 1))
@@ -262,7 +241,7 @@ def test_rows_more_than_2_31_elements_apart() -> None:
     apart(lambda: assert_is_product(multiply(x, weight), x, weight))
 
 
-def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch, apart: Apart) -> None:
     weight, x = random_weight(100, 576, 64), random_tokens(17, 576)
 
     def check() -> None:
@@ -279,7 +258,7 @@ def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     apart(check)
 
 
-def test_mutations_are_noticed() -> None:
+def test_mutations_are_noticed(apart: Apart) -> None:
     weight, x = random_weight(33, 256, 32, zeros=True), random_tokens(7, 256)
 
     def wrong(**changes: Tensor) -> Tensor:
@@ -292,8 +271,8 @@ def test_mutations_are_noticed() -> None:
         assert_is_product(multiply(x, weight), x, weight)
         words = weight.words.clone()
         words[1, 5, 3] ^= 1 << 23
-        codes = wna16_triton.unpack_words(weight.words, 4, 256)
-        swapped = wna16_triton.pack_words(torch.cat([codes[:, 32:64], codes[:, :32], codes[:, 64:]], 1), 4)
+        codes = words_triton.unpack_words(weight.words, 4, 256)
+        swapped = words_triton.pack_words(torch.cat([codes[:, 32:64], codes[:, :32], codes[:, 64:]], 1), 4)
         half = torch.zeros(7, 33, dtype=torch.float16)
         for column, values in zip(x.t(), weight.exact.half().t(), strict=True):
             half = half + torch.outer(column, values)
@@ -306,6 +285,47 @@ def test_mutations_are_noticed() -> None:
     apart(check)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_bits", [2, 4, 8])
+def test_inline_assembly_gives_the_same_bits(num_bits: int) -> None:
+    weight = random_weight(100, 576, 64, num_bits, zeros=True)
+    for dtype in (torch.float16, torch.bfloat16):
+        x = random_tokens(17, 576, dtype)
+        arguments = (x, *weight.arguments, None, num_bits, 64, TILE, 2)
+        assert torch.equal(words_triton.matmul_words(*arguments, asm=True), words_triton.matmul_words(*arguments))
+
+
+@pytest.mark.parametrize("num_bits", [2, 4, 8])
+def test_input_grad(num_bits: int, monkeypatch: pytest.MonkeyPatch, apart: Apart) -> None:
+    monkeypatch.setattr(linear, "TILE_WEIGHTS", 1)  # a block of columns at a time
+    monkeypatch.setattr(linear, "DEVICE_TILE_WEIGHTS", 1)
+
+    def check() -> None:
+        for shape, zeros in zip(SHAPES, (False, True) * 3, strict=True):
+            weight = random_weight(*shape, num_bits, zeros)
+            for grad_y in (random_tokens(7, shape[0]), random_tokens(0, shape[0]), random_tokens(shape[0], 2).t()):
+                grad_x = torch.ops.torchq.wna16_triton_input_grad(grad_y, *weight.arguments, num_bits, shape[2])
+                assert grad_x.shape == (grad_y.shape[0], shape[1])
+                assert_within_dtype_error(grad_x, grad_y.double() @ weight.exact, grad_y @ weight.exact.half(), factor=1.0)
+
+    apart(check)
+
+
+def test_rows_of_a_tensor_that_holds_more(apart: Apart) -> None:
+    weight = random_weight(100, 576, 64, zeros=True)
+    rows = slice(30, 65)
+    some = copy.copy(weight)
+    some.words, some.scale, some.exact = weight.words[:, rows], weight.scale[:, rows], weight.exact[rows]
+    some.zero_point = weight.zero_point[:, rows]
+
+    def check() -> None:
+        for m in (3, 200):
+            x = random_tokens(m, 576)
+            assert_is_product(wna16_triton.wna16_triton(x, *some.arguments, None, 4, 64), x, some)
+
+    apart(check)
+
+
 # ---------------------------------------------------------------------------------------------------------------------- op
 
 
@@ -314,6 +334,8 @@ def test_opcheck() -> None:
     bias = torch.zeros(33, dtype=torch.float16, device=DEVICE)
     for m in (3, 300):
         torch.library.opcheck(wna16_triton.wna16_triton, (random_tokens(m, 256), *weight.arguments, bias, 4, 32))
+    op = torch.ops.torchq.wna16_triton_input_grad.default
+    torch.library.opcheck(op, (random_tokens(3, 33), *weight.arguments, 4, 32))
 
 
 def test_compiles_into_one_graph_for_all_token_counts() -> None:
@@ -347,7 +369,7 @@ def test_compiles_into_one_graph_for_all_token_counts() -> None:
         ({"scale": torch.zeros(33, 8)}, r"scale must be floating point \[8, 33\], got torch\.float32 \[33, 8\]"),
         ({"zero_point": torch.zeros(8, 33)}, r"zero_point must be int8 \[8, 33\]"),
         ({"bias": torch.zeros(32)}, r"bias must be torch\.float32 \[33\]"),
-        ({"scale": torch.zeros(33, 8).t()}, r"scale must be contiguous, got strides \(1, 8\)"),
+        ({"scale": torch.zeros(33, 8).t()}, r"scale must be contiguous but for its first dimension, got strides \(1, 8\)"),
     ],
 )
 def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
@@ -362,7 +384,7 @@ def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
 def test_tensors_on_several_devices() -> None:
     words = torch.zeros(2, 33, 16, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"scale is on meta, x on cpu: move one of them, \.to\('cpu'\)"):
-        wna16_triton._check_args(torch.zeros(3, 256), words, torch.zeros(8, 33, device="meta"), None, None, 4, 32)
+        wna16_triton.check_words(torch.zeros(3, 256), words, torch.zeros(8, 33, device="meta"), None, None, 4, 32)
 
 
 # ------------------------------------------------------------------------------------------------------------- QuantLinear
@@ -370,7 +392,10 @@ def test_tensors_on_several_devices() -> None:
 
 @pytest.fixture
 def in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "layout_for", lambda device: layouts.WORDS)
+    def layout_for(form: layouts.Form, device: torch.device) -> layouts.Layout | None:
+        return layouts.WORDS if layouts.WORDS.can_hold(form, device) else None
+
+    monkeypatch.setattr(layouts, "layout_for", layout_for)
 
 
 def quant_linear(scheme_name: str, n: int = 48, k: int = 256, group_size: int | None = None) -> QuantLinear:
@@ -384,13 +409,13 @@ def quant_linear(scheme_name: str, n: int = 48, k: int = 256, group_size: int | 
 @pytest.mark.usefixtures("in_words")
 @pytest.mark.parametrize(("scheme", "group_size"), [("W4A16", 32), ("W4A16", -1), ("W4A16_ASYM", 64), ("W8A16", None)])
 def test_quant_linear_keeps_words_and_shows_the_checkpoint(
-    scheme: str, group_size: int | None, monkeypatch: pytest.MonkeyPatch
+    scheme: str, group_size: int | None, monkeypatch: pytest.MonkeyPatch, apart: Apart
 ) -> None:
     layer = quant_linear(scheme, group_size=group_size)
     assert layer.is_native and "weight_words" in layer._buffers and "weight_packed" not in layer._buffers
     assert layer.scale_dtype == torch.float16
     with monkeypatch.context() as context:
-        context.setattr(layouts, "layout_for", lambda device: None)
+        context.setattr(layouts, "layout_for", lambda form, device: None)
         canonical = quant_linear(scheme, group_size=group_size)
     assert not canonical.is_native
     expected = canonical.state_dict()
@@ -415,7 +440,7 @@ def test_quant_linear_keeps_words_and_shows_the_checkpoint(
 
 
 @pytest.mark.usefixtures("in_words")
-def test_a_whole_model_in_words() -> None:
+def test_a_whole_model_in_words(apart: Apart) -> None:
     """Its logits, generation, one graph for all token counts, and its export."""
     model = tiny_llama().to(DEVICE, torch.float16).eval()
     quantize_(model, QuantConfig("W4A16", group_size=32))
@@ -469,7 +494,7 @@ def test_every_kind_has_tiles_for_few_tokens_and_none_for_many() -> None:
             counts = [most for most, _ in rows]
             assert counts == sorted(counts)
             assert all(tile.block_m in (8, 16, 32, 64, 128) for _, tile in rows)
-    assert [wna16_triton.kind_of(*form) for form in ((4, 128, False), (4, 64, False), (8, 576, True))] == [
+    assert [words_triton.kind_of(*form) for form in ((4, 128, False), (4, 64, False), (8, 576, True))] == [
         "w4",
         "w4_fine",
         "w8_fine",
@@ -506,10 +531,10 @@ def test_gpus_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_old_gpu_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layouts, "gpu_of", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    device = torch.device("cuda", 0)
+    device, form = torch.device("cuda", 0), layouts.Form(resolve_scheme("W4A16"), 64, 256, torch.float16)
     with pytest.warns(UserWarning, match=r"Tesla T4 \(cuda:0\) is older than compute capability 8\.0"):
-        assert layouts.layout_for(device) is None
+        assert layouts.layout_for(form, device) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert layouts.layout_for(device) is None
-    layouts._warn_of_old_gpu.cache_clear()
+        assert layouts.layout_for(form, device) is None
+    layouts._is_old.cache_clear()
