@@ -176,7 +176,8 @@ def check_kind(check: Check) -> dict[str, Any]:
 
 
 def _dequantize(weight: Weight, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
-    return words_triton.dequantize_words(*weight.tensors, weight.num_bits, weight.group_size, weight.k, dtype, rows)
+    arguments = (*weight.tensors, weight.num_bits, weight.group_size, weight.k, dtype, rows)
+    return words_triton.dequantize_words(*arguments, fp8=weight.fp8)
 
 
 def _without_memory(check: Check, gigabytes: float) -> str | None:
@@ -189,7 +190,8 @@ def _tiled(weight: Weight, x: Tensor, splits: int) -> Tensor:
     kind = words_triton.kind_of(weight.num_bits, weight.group_size, weight.zero_point is not None)
     tile = tile_for(x.device, kind, min(x.shape[0], 64)) or Tile(16, 64)
     with poisoned():
-        return words_triton.matmul_words(x, *weight.tensors, None, weight.num_bits, weight.group_size, tile, splits)
+        arguments = (x, *weight.tensors, None, weight.num_bits, weight.group_size, tile, splits)
+        return words_triton.matmul_words(*arguments, fp8=weight.fp8)
 
 
 def far_words(check: Check) -> dict[str, Any] | str:

@@ -288,7 +288,9 @@ def time_dequantize(session: Session, record: Record) -> None:
             weight = random_weight(kind, shape.n, shape.k, plan.dtype, plan.device)
             copies = [weight, *(weight.clone() for _ in range(num_copies(weight.nbytes, plan.rotate) - 1))]
             calls = [
-                partial(words_triton.dequantize_words, *copy.tensors, copy.num_bits, copy.group_size, copy.k, plan.dtype)
+                partial(
+                    words_triton.dequantize_words, *copy.tensors, copy.num_bits, copy.group_size, copy.k, plan.dtype, fp8=copy.fp8
+                )
                 for copy in copies
             ]
             timing = time_runs(session.timer, {"": (session.timer.prepare(calls), len(calls))}, plan.rounds)[""]

@@ -1,7 +1,7 @@
 """The search for tiles: what is tried for each kind of weight and number of tokens, and the dispatch table it comes to.
 
 The rows that functions here take and give are plain dictionaries, as in the session's JSON: kind, m, shape, k, n, tile (a list;
-None: dequantize and multiply), splits, formula (whether dispatch would choose these splits), seconds.
+None: dequantize and multiply), splits, formula (whether dispatch would choose these splits), asm (decoded with it), seconds.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ class Trial:
     tile: Tile | None
     splits: int
     formula: bool = True
+    asm: bool = False
 
     @property
     def name(self) -> str:
         """For messages."""
-        return f"M={self.m} {self.shape.name} " + ("dequantize" if self.tile is None else f"{self.tile} / {self.splits}")
+        what = "dequantize" if self.tile is None else f"{self.tile} / {self.splits}"
+        return f"M={self.m} {self.shape.name} {what}" + " asm" * self.asm
 
 
 # ----------------------------------------------------------------------------------------------------------------- choices
@@ -82,7 +84,7 @@ def scores(rows: Iterable[Row], kind: str, m: int) -> dict[Tile | None, float]:
     """Return the geometric mean of each tile's seconds over shapes, with dispatch's splits; only tiles timed at all shapes."""
     seconds: dict[Tile | None, dict[str, float]] = defaultdict(dict)
     for row in rows:
-        if row["kind"] == kind and row["m"] == m and row["formula"]:
+        if row["kind"] == kind and row["m"] == m and row["formula"] and not row["asm"]:
             seconds[None if row["tile"] is None else Tile(*row["tile"])][row["shape"]] = row["seconds"]
     most = max((len(values) for values in seconds.values()), default=0)
     return {tile: _geometric_mean(values.values()) for tile, values in seconds.items() if len(values) == most}
@@ -130,7 +132,7 @@ def propose_programs(rows: list[Row], device: torch.device) -> dict[int, float]:
     """Return, for numbers of programs per processor that split-K could aim for, the time compared with the best splits'."""
     tried: dict[tuple[Any, ...], dict[int, float]] = defaultdict(dict)
     for row in rows:
-        if row["tile"] is not None:
+        if row["tile"] is not None and not row["asm"]:
             key = (row["kind"], row["m"], Shape(row["shape"], row["k"], row["n"]), Tile(*row["tile"]))
             tried[key][row["splits"]] = row["seconds"]
     ratios: dict[int, list[float]] = defaultdict(list)
@@ -195,7 +197,13 @@ def search_tiles(session: Session, record: dict[str, Any]) -> None:
 
 def _search_kind(session: Session, kind: Kind, rows: list[Row], failed: dict[str, str]) -> None:
     beds = {shape: Bed.of(kind, shape, session.plan) for shape in session.plan.tile_shapes}
-    for name, choose in (("tiles", _widths), ("stages", _stages), ("splits", _splits), ("crossover", _between)):
+    for name, choose in (
+        ("tiles", _widths),
+        ("stages", _stages),
+        ("splits", _splits),
+        ("asm", _assembly),
+        ("crossover", _between),
+    ):
         if session.late(f"{name} for {kind.name}"):
             continue
         started, before = time.monotonic(), len(rows)
@@ -242,6 +250,30 @@ def _splits(plan: Plan, kind: Kind, rows: list[Row]) -> list[Trial]:
     return trials
 
 
+def _assembly(plan: Plan, kind: Kind, rows: list[Row]) -> list[Trial]:
+    """The best tiles, decoding with inline assembly."""
+    device, trials = torch.device(plan.device), []
+    for m in plan.tile_tokens if device.type == "cuda" else ():  # the interpreter has no assembly
+        tile = best_tile(rows, kind.name, m)
+        for shape in plan.tile_shapes if tile is not None else ():
+            splits = splits_of(device, tile, m, shape, kind.num_bits)
+            trials += [Trial(m, shape, tile, splits, asm=asm) for asm in (False, True)]  # side by side
+    return trials
+
+
+def asm_ratios(rows: list[Row]) -> dict[str, float]:
+    """Return, by kind, the time with inline assembly over that without, where both were timed."""
+    timed: dict[tuple[Any, ...], dict[bool, float]] = defaultdict(dict)
+    for row in rows:
+        if row["tile"] is not None:
+            timed[row["kind"], row["m"], row["shape"], tuple(row["tile"]), row["splits"]][row["asm"]] = row["seconds"]
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for (kind, *_), seconds in timed.items():
+        if len(seconds) == 2:
+            ratios[kind].append(seconds[True] / seconds[False])
+    return {kind: _geometric_mean(values) for kind, values in ratios.items()}
+
+
 def _between(plan: Plan, kind: Kind, rows: list[Row]) -> list[Trial]:
     """Between the last number of tokens where a tile wins and the next, with the tiles of both."""
     device, (low, high) = torch.device(plan.device), crossover(rows, kind.name)
@@ -264,6 +296,7 @@ class Job:
     tile: Tile
     splits: int
     plan: Plan
+    asm: bool = False
 
 
 def compile_job(job: Job) -> float:
@@ -271,7 +304,7 @@ def compile_job(job: Job) -> float:
     started = time.perf_counter()
     k = 2 * max(words_triton.block_size(job.kind.num_bits), job.kind.group_size)
     weight = random_weight(job.kind, job.tile.block_n, k, job.plan.dtype, job.plan.device)
-    _multiply(weight, job.tile, job.splits, random_tokens(1, k, job.plan.dtype, job.plan.device))
+    _multiply(weight, job.tile, job.splits, random_tokens(1, k, job.plan.dtype, job.plan.device), job.asm)
     if job.plan.device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - started
@@ -279,18 +312,18 @@ def compile_job(job: Job) -> float:
 
 def _compiled(session: Session, kind: Kind, trials: list[Trial], failed: dict[str, str]) -> list[Trial]:
     """Compile in other processes, beside each other; return the trials that did."""
-    jobs = [Job(kind, trial.tile, trial.splits, session.plan) for trial in trials if trial.tile is not None]
+    jobs = [Job(kind, trial.tile, trial.splits, session.plan, trial.asm) for trial in trials if trial.tile is not None]
     jobs, seconds = list(dict.fromkeys(jobs)), max(30.0, session.seconds_left())
     errors = {job: outcome.error for job, outcome in zip(jobs, session.workers.run(compile_job, jobs, seconds), strict=True)}
     failed |= {f"{kind.name} {job.tile} / {job.splits}": error for job, error in errors.items() if error is not None}
-    return [t for t in trials if t.tile is None or errors[Job(kind, t.tile, t.splits, session.plan)] is None]
+    return [t for t in trials if t.tile is None or errors[Job(kind, t.tile, t.splits, session.plan, t.asm)] is None]
 
 
-def _multiply(weight: Weight, tile: Tile | None, splits: int, x: Tensor) -> Tensor:
+def _multiply(weight: Weight, tile: Tile | None, splits: int, x: Tensor, asm: bool = False) -> Tensor:
     arguments = (x, *weight.tensors, None, weight.num_bits, weight.group_size)
     if tile is None:
         return words_triton.dequantize_and_multiply(*arguments)
-    return words_triton.matmul_words(*arguments, tile, splits)
+    return words_triton.matmul_words(*arguments, tile, splits, asm=asm)
 
 
 def _measure(
@@ -314,13 +347,13 @@ def _measure(
         for trial, timing in zip(runs, timings.values(), strict=True):
             tile = None if trial.tile is None else list(astuple(trial.tile))
             row = {"kind": kind.name, "m": m, "shape": shape.name, "k": shape.k, "n": shape.n, "tile": tile}
-            row |= {"splits": trial.splits, "formula": trial.formula}
+            row |= {"splits": trial.splits, "formula": trial.formula, "asm": trial.asm}
             rows.append(row | {"seconds": timing.median, "p10_s": timing.low, "p90_s": timing.high})
 
 
 def _prepare(session: Session, bed: Bed, trial: Trial, x: Tensor) -> tuple[Run, int]:
-    check_close(_multiply(bed.copies[0], trial.tile, trial.splits, x), x, bed.reference)
-    calls = [partial(_multiply, weight, trial.tile, trial.splits, x) for weight in bed.copies]
+    check_close(_multiply(bed.copies[0], trial.tile, trial.splits, x, trial.asm), x, bed.reference)
+    calls = [partial(_multiply, weight, trial.tile, trial.splits, x, trial.asm) for weight in bed.copies]
     calls *= -(-min(LAUNCHES, session.plan.launches) // len(calls))
     return session.timer.prepare(calls), len(calls)
 
@@ -343,6 +376,7 @@ def report(rows: list[Row], failed: dict[str, str], plan: Plan, record: dict[str
     record |= {
         "table": table_code(architecture, entries),
         "programs_per_processor": propose_programs(rows, device),
+        "asm": asm_ratios(rows),
     }
     for name, error in failed.items():
         console.print(f"failed: {name}: {error.splitlines()[-1]}", highlight=False, markup=False, soft_wrap=True)
@@ -363,3 +397,5 @@ def print_proposal(record: Mapping[str, Any]) -> None:
     console.print(record["table"], highlight=False, soft_wrap=True, markup=False)
     ratios = ", ".join(f"{aim}: {float(ratio):.3f}" for aim, ratio in record["programs_per_processor"].items())
     console.print(f"programs per processor that split-K aims for, time against the best splits: {ratios}", highlight=False)
+    for kind, ratio in record["asm"].items():
+        console.print(f"{kind}: time with inline assembly over that without: {ratio:.3f}", highlight=False)

@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from common import Timing, _summarise, console
 from torch import Tensor
 
-from torchq.kernels import wna16_triton, words_triton
+from torchq.kernels import fp8_triton, wna16_triton, words_triton
 
 if TYPE_CHECKING:
     from gpu_session import Session
@@ -49,6 +49,7 @@ class Kind:
     group_size: int
     has_zeros: bool = False
     everywhere: bool = False  # timed at all shapes, not just at a few
+    fp8: bool = False
 
     @property
     def in_table(self) -> str:
@@ -59,6 +60,7 @@ class Kind:
 KINDS = (
     Kind("w4 g128", 4, 128, everywhere=True),
     Kind("w8 g128", 8, 128, everywhere=True),
+    Kind("fp8 row", 8, 0, everywhere=True, fp8=True),
     Kind("w4 g32 asym", 4, 32, has_zeros=True),
     Kind("w4 row", 4, 0),
     Kind("w2 g64", 2, 64),
@@ -143,6 +145,7 @@ class Weight:
     num_bits: int
     group_size: int
     k: int
+    fp8: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -157,10 +160,12 @@ class Weight:
     def clone(self) -> Weight:
         """A copy elsewhere in memory."""
         zeros = None if self.zero_point is None else self.zero_point.clone()
-        return Weight(self.words.clone(), self.scale.clone(), zeros, self.num_bits, self.group_size, self.k)
+        return replace(self, words=self.words.clone(), scale=self.scale.clone(), zero_point=zeros)
 
     def multiply(self, x: Tensor) -> Tensor:
         """The op: what a layer calls."""
+        if self.fp8:
+            return fp8_triton.fp8_triton(x, self.words, self.scale, None, None, self.group_size, -1)
         return wna16_triton.wna16_triton(x, *self.tensors, None, self.num_bits, self.group_size)
 
     def dequantize(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
@@ -168,7 +173,9 @@ class Weight:
         zeros = None if self.zero_point is None else self.zero_point[:, rows]
         scale = self.scale[:, rows].to(dtype) if dtype == torch.float64 else self.scale[:, rows]
         words = self.words[:, rows].contiguous()
-        return words_triton.dequantize_words_ref(words, scale, zeros, self.num_bits, self.group_size, self.k, dtype)
+        return words_triton.dequantize_words_ref(
+            words, scale, zeros, self.num_bits, self.group_size, self.k, dtype, fp8=self.fp8
+        )  # fmt: skip
 
 
 def random_weight(kind: Kind, n: int, k: int, dtype: torch.dtype, device: str, seed: int = 0) -> Weight:
@@ -181,12 +188,14 @@ def random_weight(kind: Kind, n: int, k: int, dtype: torch.dtype, device: str, s
         return torch.randint(low, high, shape, generator=generator, device=device, dtype=of)
 
     words = integers(-(1 << 31), 1 << 31, (blocks, n, 16), torch.int32)
+    if kind.fp8:
+        words &= ~0x01010101  # no NaN
     if k % words_triton.block_size(bits):  # columns past K hold code 0
         words = words_triton.pack_words(words_triton.unpack_words(words, bits, k), bits)
     signs = integers(0, 2, (groups, n), torch.int8) * 2 - 1
     scale = (torch.rand(groups, n, generator=generator, device=device) + 0.1) * signs / half / k**0.5
     zero_point = integers(-half, half, (groups, n), torch.int8) if kind.has_zeros else None
-    return Weight(words, scale.to(dtype), zero_point, bits, group_size, k)
+    return Weight(words, scale.to(dtype), zero_point, bits, group_size, k, kind.fp8)
 
 
 def random_tokens(m: int, k: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:

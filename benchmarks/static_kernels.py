@@ -63,6 +63,8 @@ class Case:
     has_zeros: bool = False
     ragged_k: bool = False
     dequantize: bool = False
+    fp8: bool = False
+    asm: bool = False
     extra: str = ""
 
     @property
@@ -76,6 +78,8 @@ class Case:
             + " asym" * self.has_zeros
             + " ragged" * self.ragged_k
             + " dequantize" * self.dequantize
+            + " fp8" * self.fp8
+            + " asm" * self.asm
             + f" {self.extra}" * bool(self.extra)
         )
 
@@ -117,9 +121,16 @@ def cases() -> list[Case]:
                 found[Case(architecture, int(bits), "bfloat16", tile, group_size, has_zeros, ragged_k=True)] = None
                 if not fine:
                     found[Case(architecture, int(bits), "float16", tile)] = None
+                if bits != "8" and not architecture.startswith("gfx"):
+                    found[Case(architecture, int(bits), "bfloat16", tile, 64 if fine else 128, asm=True)] = None
+                if kind == "w8":
+                    for dtype, group_size in (("bfloat16", 0), ("bfloat16", 128), ("float16", 0)):
+                        found[Case(architecture, 8, dtype, tile, group_size, fp8=True)] = None
             for group_size, has_zeros in forms["_fine" if fine else ""]:
                 tile = Tile(0, words_triton.DEQUANTIZE_ROWS)
                 found[Case(architecture, int(bits), "bfloat16", tile, group_size, has_zeros, dequantize=True)] = None
+                if kind == "w8":
+                    found[Case(architecture, 8, "bfloat16", tile, group_size, dequantize=True, fp8=True)] = None
         tile = kinds["w4"][0][1]
         for extra in ("one row", "undivided", "reduce"):
             found[Case(architecture, 4, "bfloat16", tile, extra=extra)] = None
@@ -136,13 +147,15 @@ def compile_case(case: Case) -> Any:
     pointers |= {"sums_ptr": "*fp32" if case.has_zeros else act, "bias_ptr": act, "weight_ptr": act}
     pointers |= {"y_ptr": act if undivided or case.extra == "reduce" else "*fp32", "parts_ptr": "*fp32"}
     constants = words_triton.constants(
-        case.num_bits, case.group_size, case.tile, has_zeros=case.has_zeros, has_bias=undivided, ragged_k=case.ragged_k
-    )
+        case.num_bits, case.group_size, case.tile, has_zeros=case.has_zeros, has_bias=undivided, ragged_k=case.ragged_k,
+        fp8=case.fp8, asm=case.asm,
+    )  # fmt: skip
     constants |= {"BLOCK": words_triton.REDUCE_BLOCK} | ({"N": 1} if case.extra == "one row" else {})
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
-    aligned = [name for name in names if name not in constants and (name in pointers or name in ("N", "K", "stride_xm"))]
+    sizes = ("N", "K", "width", "stride_xm", "stride_wb", "stride_sg")
+    aligned = [name for name in names if name not in constants and (name in pointers or name in sizes)]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": case.tile.num_warps, "num_stages": case.tile.num_stages}

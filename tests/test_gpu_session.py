@@ -231,7 +231,7 @@ def trials(m: int, seconds: dict[Tile | None, float], kind: str = "w4", splits: 
     for index, shape in enumerate(("8B gate_up", "8B down")):
         for tile, value in seconds.items():
             yield {
-                "kind": kind, "m": m, "shape": shape, "k": 4096, "n": 4096, "splits": splits, "formula": formula,
+                "kind": kind, "m": m, "shape": shape, "k": 4096, "n": 4096, "splits": splits, "formula": formula, "asm": False,
                 "tile": None if tile is None else [tile.block_m, tile.block_n, tile.num_warps, tile.num_stages],
                 "seconds": value * (1 + index),
             }  # fmt: skip
@@ -409,7 +409,7 @@ def test_what_cannot_take_part_is_noted(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(contenders, "PEERS", {"no_such_library": broken, "json": broken})
     lineup = contenders.Lineup(plan, notes)
-    assert set(lineup.contenders(timing.TINY[1])) == {"F.linear", "w4 g128", "w8 g128", "tinygemm"}
+    assert set(lineup.contenders(timing.TINY[1])) == {"F.linear", "w4 g128", "w8 g128", "fp8 row", "tinygemm"}
     assert notes == {"no_such_library": "not installed", "json": "failed: RuntimeError: no such kernel"}
     monkeypatch.setattr(contenders, "dense", broken)
     assert "F.linear" not in lineup.contenders(timing.TINY[0]) and lineup.broken == ["F.linear"]
