@@ -17,7 +17,7 @@ from gpu_checks import gptq_block
 from gpu_timing import KINDS, Kind, Plan, random_tokens, random_weight, time_call
 from torch import Tensor, nn
 
-from torchq import QuantConfig, QuantLinear, layouts, quantize_
+from torchq import QuantConfig, QuantLinear, fuse_siblings_, layouts, quantize_
 from torchq.calibration.statistics import InputStatistics
 from torchq.kernels import gptq, gptq_triton, words_triton
 from torchq.kernels.dispatch import gpu_of, num_splits, tile_for
@@ -100,12 +100,14 @@ def check_model(session: Session, record: dict[str, Any]) -> None:
         for name, part in {
             "graph": lambda: _check_graph(session, logits, ids, new),
             "compile": lambda: _check_compile(plan, logits),
+            "siblings": lambda: _check_siblings(session, model, ids, new),
             "generate": lambda: _check_generate(plan, model, twin, ids),
         }.items():
             if not session.late(f"model: {name}"):
                 record |= part()
     console.print({name: value for name, value in record.items() if name != "clocks"}, highlight=False)
-    if not max(record["error_to_twin"], record.get("graph_error", 0), record.get("compile_error", 0)) < 0.05:
+    errors = [record.get(f"{name}_error", 0) for name in ("graph", "compile", "siblings")]
+    if not max(record["error_to_twin"], *errors) < 0.05:
         raise AssertionError(f"the model's results differ: {record}")
 
 
@@ -126,6 +128,23 @@ def _check_compile(plan: Plan, logits: Callable[[Tensor], Tensor]) -> dict[str, 
     seconds = time.perf_counter() - started
     torch._dynamo.reset()
     return {"compile_graphs": counter.frame_count, "compile_error": max(errors), "compile_seconds": seconds}
+
+
+def _check_siblings(session: Session, model: nn.Module, ids: Tensor, new: Tensor) -> dict[str, Any]:
+    """One token at a time, with q, k, v and gate, up apart and in one launch: seconds of plain calls and of a CUDA graph."""
+    fused, found, token = copy.deepcopy(model), {}, ids[:, :1]
+    fuse_siblings_(fused)
+
+    def logits(some: nn.Module, ids: Tensor) -> Tensor:
+        return some(input_ids=ids, use_cache=False).logits
+
+    found["siblings_error"] = _relative(logits(fused, new), logits(model, new))
+    assert torch.equal(replayed(session, partial(logits, fused), ids, new), logits(fused, new))
+    for name, some in (("apart", model), ("fused", fused)):
+        for graph in (False, True):
+            timing = time_call(session.timer, partial(logits, some, token), min(session.plan.rounds, 11), graph=graph)
+            found[f"{name}{'_graph' * graph}_s"] = timing.median
+    return found
 
 
 def _check_generate(plan: Plan, model: nn.Module, twin: nn.Module, ids: Tensor) -> dict[str, Any]:

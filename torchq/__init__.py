@@ -10,6 +10,7 @@ from torchq.linear import QuantLinear
 from torchq.quantize import quantize_
 from torchq.report import QuantReport
 from torchq.scheme import QuantArgs, Scheme
+from torchq.siblings import fuse_siblings_
 from torchq.warmup import warmup
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "QuantReport",
     "Scheme",
     "__version__",
+    "fuse_siblings_",
     "load_pretrained",
     "quantize_",
     "save_pretrained",

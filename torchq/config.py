@@ -48,6 +48,9 @@ class QuantConfig:
             anew for each group of layers in it: the same result in less memory, for more than twice the forward work. None:
             only where one layer's intermediates of all tokens would take more than half of the memory that is left, and blocks
             have no more than 8 groups (no routed experts); a warning and the report say so.
+        fuse_siblings: Whether layers that read one tensor (q, k and v; gate and up) are multiplied in one launch, on GPUs
+            (:func:`torchq.fuse_siblings_`). Which they are is found by one forward pass: with the calibration data, or else with
+            transformers' ``dummy_inputs``.
         strict: Raise if any parameter that holds a matrix of a targeted kind (a fused 3-D expert tensor, a subclass of Linear
             with a forward of its own) cannot be quantized, instead of leaving it in 16 bits and reporting it.
 
@@ -66,6 +69,7 @@ class QuantConfig:
     propagate: str = "true_sequential"
     calibration_dtype: str = "auto"
     recompute: bool | None = None
+    fuse_siblings: bool = False
     strict: bool = False
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from torchq.kernels import fp8, w8a8_int8, w8a8_int8_cpu, wna16, wna16_cpu
 from torchq.matching import is_conv1d
 from torchq.packing import packed_words
 from torchq.scheme import Scheme
+
+if TYPE_CHECKING:
+    from torchq.siblings import Siblings
 
 _SAME_SIZE_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HOOKS = (
@@ -165,6 +168,7 @@ class QuantLinear(nn.Module):
         self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
         self.compute_dtype = dtype
         self._onednn_weight: Tensor | None = None  # no buffer: it is opaque, and PyTorch's in-place operations corrupt it
+        self.siblings: Siblings | None = None  # that are multiplied in one launch with it
         self.transposed = False  # whether it replaced a Conv1D, whose weight is [K, N]
         for name, (shape, buffer_dtype) in buffer_specs(scheme, out_features, in_features, dtype).items():
             self.register_buffer(name, torch.empty(shape, dtype=buffer_dtype, device=device))
@@ -213,6 +217,8 @@ class QuantLinear(nn.Module):
         bias: Tensor | None = self._parameters["bias"]
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
+        if self.siblings is not None and self.siblings.tensors is not None and not torch.is_grad_enabled():
+            return self.siblings.product(self, x)
         kernel, tensors = self._kernel()
         if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
             return _Linear.apply(x, bias, kernel, *tensors)  # type: ignore[no-untyped-call]
@@ -302,6 +308,8 @@ class QuantLinear(nn.Module):
             for name, tensor in zip(layout.buffers, tensors, strict=True):
                 self.register_buffer(name, tensor, persistent=False)
             self._set_placeholder()
+            if self.siblings is not None:
+                self.siblings.join()
             return
         if self._device.type != "cpu" or self.scheme.format != "int-quantized" or not w8a8_int8_cpu.is_of_use(self.weight):
             return
@@ -313,6 +321,8 @@ class QuantLinear(nn.Module):
         """Move back to the canonical layout. The inverse of :meth:`pack_native_`, bit for bit."""
         if not self.is_native:
             return
+        if self.siblings is not None:
+            self.siblings.part()
         tensors, layout = self.canonical_tensors(), layouts.layout_of(self._buffers)
         self._onednn_weight = None
         for name in layout.buffers if layout is not None else ():
@@ -342,7 +352,8 @@ class QuantLinear(nn.Module):
             )
         probe = fn(torch.empty(0, dtype=self.compute_dtype, device=self._device))
         layout = layouts.layout_for(self._form, probe.device)
-        if self._onednn_weight is not None or layout is not layouts.layout_of(self._buffers):
+        moves = self.siblings is not None and probe.device != self._device  # its common tensor stays
+        if self._onednn_weight is not None or moves or layout is not layouts.layout_of(self._buffers):
             self.unpack_native_()
         dtypes = {name: buffer.dtype for name, buffer in self._buffers.items() if buffer is not None}
         for name, dtype in dtypes.items():
@@ -400,7 +411,7 @@ class QuantLinear(nn.Module):
             tensors[name] = tensors[name].view(torch.int8)
         state["_buffers"] = tensors
         state["_non_persistent_buffers_set"] = set()
-        state["_onednn_weight"] = None
+        state["_onednn_weight"] = state["siblings"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ from torchq.model_utils import (
 from torchq.preflight import LayerPlan, check_not_quantized, plan_layers, preflight
 from torchq.report import LayerReport, QuantReport
 from torchq.scheme import Scheme
+from torchq.siblings import find_siblings, join_siblings
 
 
 def quantize_(
@@ -96,6 +97,10 @@ def quantize_(
         from torchq.calibration.data import load_batches
 
         batches = load_batches(calibration, tokenizer, model)
+    siblings: list[list[str]] = []
+    if config.fuse_siblings:
+        layers = {name: module for plan in todo for name, module in plan.modules.items()}
+        siblings = find_siblings(model, layers, None if batches is None else batches.train[0].inputs)
     report = QuantReport(
         scheme=config.resolve().name,
         algorithm=_describe(todo, recipes, batches),
@@ -151,6 +156,8 @@ def quantize_(
         report.warnings += announced
         undo_log.commit()
     _mark_quantized(model, report)
+    if siblings:
+        join_siblings(model, siblings)
     return report
 
 

@@ -41,4 +41,6 @@ def warmup(model: nn.Module, token_counts: Iterable[int] = (1, 8, 9, 16, 17, 32,
         device = next(buffer.device for buffer in layer.buffers())
         for count in counts:
             layer(torch.zeros(count, layer.in_features, dtype=layer.compute_dtype, device=device))
+            if layer.siblings is not None:
+                layer.siblings.clear()
     return len(kinds) * len(counts)
