@@ -27,7 +27,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from common import console
-from gpu_timing import KINDS, Kind, Plan, Weight, random_tokens, random_weight
+from gpu_timing import KINDS, NF4, Kind, Plan, Weight, random_nf4, random_tokens, random_weight
 from torch import Tensor
 
 from torchq.kernels import gptq, gptq_triton, words_triton
@@ -99,7 +99,7 @@ def check_kernels(session: Session, record: dict[str, Any]) -> None:
     """Compare each kernel with float64 of the exact weight, in every dtype, and beyond 2^31 elements."""
     plan, results = session.plan, record.setdefault("results", [])
     checks = [Check("check_kind", plan, dtype, kind) for dtype in plan.dtypes for kind in KINDS]
-    checks += [Check(name, plan, plan.dtype) for name in ("far_words", "far_rows", "far_results")]
+    checks += [Check(name, plan, plan.dtype) for name in ("check_nf4", "far_words", "far_rows", "far_results", "far_nf4")]
     outcomes = session.workers.run(run_check, checks, max(60.0, session.seconds_left()))
     for check, outcome in zip(checks, outcomes, strict=True):
         title = " ".join(filter(None, [check.function, check.kind and check.kind.name, str(check.dtype)[6:]]))
@@ -169,15 +169,29 @@ def check_kind(check: Check) -> dict[str, Any]:
                 y = weight.multiply(x)
             found[f"{n}x{k} M={m}"] = compare(y, x, exact)
         with poisoned():
-            dense = _dequantize(weight, dtype)
-        different = int((dense != weight.dequantize(dtype)).sum())
-        found[f"{n}x{k} dequantize"] = {"error": float(different), "limit": 0.0, "ok": different == 0}
+            dense = weight.dequantize_by_kernel(dtype)
+        found[f"{n}x{k} dequantize"] = _compare_bits(dense, weight.dequantize(dtype))
     return found
 
 
-def _dequantize(weight: Weight, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
-    arguments = (*weight.tensors, weight.num_bits, weight.group_size, weight.k, dtype, rows)
-    return words_triton.dequantize_words(*arguments, fp8=weight.fp8)
+def check_nf4(check: Check) -> dict[str, Any]:
+    """Weights of odd and even shapes, with absmax in float32 and in 8 bits, into all dtypes: bit for bit."""
+    found = {}
+    for n, k in [(33, 301)] if check.plan.dry else [(99, 1001), (99, 1008), (4096, 4096)]:
+        for name, nested in NF4.items():
+            weight = random_nf4(nested, n, k, check.plan.device)
+            for dtype in (*check.plan.dtypes, torch.float32):
+                expected = weight.dequantize(dtype)
+                for what, rows in (("all rows", slice(None)), ("some rows", slice(7, 30))):
+                    with poisoned():
+                        dense = weight.dequantize_by_kernel(dtype, rows)
+                    found[f"{name} {n}x{k} {str(dtype)[6:]}, {what}"] = _compare_bits(dense, expected[rows])
+    return found
+
+
+def _compare_bits(dense: Tensor, expected: Tensor) -> dict[str, Any]:
+    different = int((dense != expected).sum())
+    return {"error": float(different), "limit": 0.0, "ok": different == 0}
 
 
 def _without_memory(check: Check, gigabytes: float) -> str | None:
@@ -206,15 +220,14 @@ def far_words(check: Check) -> dict[str, Any] | str:
     x, found = random_tokens(3, k, check.dtype, plan.device), {}
     ends = {"first": slice(0, 64), "last": slice(n - 64, n)}
     results = {"op": weight.multiply(x)} | {f"splits {splits}": _tiled(weight, x, splits) for splits in (1, 4)}
-    dense = _dequantize(weight, check.dtype)
-    part = _dequantize(weight, check.dtype, ends["last"])
+    dense = weight.dequantize_by_kernel(check.dtype)
+    part = weight.dequantize_by_kernel(check.dtype, ends["last"])
     for name, rows in ends.items():
         exact, expected = weight.dequantize(torch.float64, rows), weight.dequantize(check.dtype, rows)
         found |= {f"{what}, {name} rows": compare(y[:, rows], x, exact) for what, y in results.items()}
         for what, weights in (("all", dense[rows]), ("stretch", part if name == "last" else None)):
             if weights is not None:
-                different = int((weights != expected).sum())
-                found[f"dequantize {what}, {name} rows"] = {"error": float(different), "limit": 0.0, "ok": different == 0}
+                found[f"dequantize {what}, {name} rows"] = _compare_bits(weights, expected)
     return found
 
 
@@ -244,6 +257,23 @@ def far_results(check: Check) -> dict[str, Any] | str:
         for end, tokens in (("first", slice(0, 8)), ("last", slice(m - 8, m))):
             found[f"{name}, {end} tokens"] = compare(y[tokens, rows], x[tokens], exact)
         del y
+    return found
+
+
+def far_nf4(check: Check) -> dict[str, Any] | str:
+    """More dequantized values than ``plan.far``."""
+    if missing := _without_memory(check, 12):
+        return missing
+    k, found = 256 * 64, {}
+    n = check.plan.far // k + 8
+    for name, nested in NF4.items():
+        weight = random_nf4(nested, n, k, check.plan.device)
+        dense = weight.dequantize_by_kernel(check.dtype)
+        for end, rows in (("first", slice(0, 2)), ("last", slice(n - 2, n))):
+            expected = weight.dequantize(check.dtype, rows)
+            found[f"{name} all, {end} rows"] = _compare_bits(dense[rows], expected)
+            found[f"{name} stretch, {end} rows"] = _compare_bits(weight.dequantize_by_kernel(check.dtype, rows), expected)
+        del dense
     return found
 
 
@@ -299,7 +329,9 @@ def print_first_calls(device: str, dtype_name: str) -> None:
             x = random_tokens(m, k, dtype, device)
             _timed(found, f"{kind.name} M={m}", partial(weight.multiply, x), device)
         if kind.everywhere:
-            _timed(found, f"dequantize {kind.name}", partial(_dequantize, weight, dtype), device)
+            _timed(found, f"dequantize {kind.name}", partial(weight.dequantize_by_kernel, dtype), device)
+    for name, nested in NF4.items():
+        _timed(found, f"dequantize {name}", partial(random_nf4(nested, n, k, device).dequantize_by_kernel, dtype), device)
     block = gptq_block(n, device)
     _timed(found, "gptq", partial(gptq_triton.launch, block), device)
     print(json.dumps(found))

@@ -275,30 +275,25 @@ def time_kernels(session: Session, record: Record) -> None:
 
 
 def time_dequantize(session: Session, record: Record) -> None:
-    """Time the dequantize kernel, by the share of bandwidth it reaches."""
-    from gpu_timing import KINDS, limits_of, num_copies, random_weight, time_runs
-
-    from torchq.kernels import words_triton
+    """Time the kernels that dequantize, by the share of bandwidth they reach."""
+    from gpu_timing import KINDS, NF4, limits_of, num_copies, random_nf4, random_weight, time_runs
 
     plan, limits, rows = session.plan, limits_of(session), record.setdefault("rows", [])
     for shape in plan.few:
-        for kind in KINDS:
-            if session.late(f"{kind.name} {shape.label}"):
+        makers = {kind.name: partial(random_weight, kind, shape.n, shape.k, plan.dtype, plan.device) for kind in KINDS}
+        makers |= {name: partial(random_nf4, nested, shape.n, shape.k, plan.device) for name, nested in NF4.items()}
+        for name, make in makers.items():
+            if session.late(f"{name} {shape.label}"):
                 continue
-            weight = random_weight(kind, shape.n, shape.k, plan.dtype, plan.device)
+            weight = make()
             copies = [weight, *(weight.clone() for _ in range(num_copies(weight.nbytes, plan.rotate) - 1))]
-            calls = [
-                partial(
-                    words_triton.dequantize_words, *copy.tensors, copy.num_bits, copy.group_size, copy.k, plan.dtype, fp8=copy.fp8
-                )
-                for copy in copies
-            ]
+            calls = [partial(copy.dequantize_by_kernel, plan.dtype) for copy in copies]
             timing = time_runs(session.timer, {"": (session.timer.prepare(calls), len(calls))}, plan.rounds)[""]
             moved = weight.nbytes + 2 * shape.k * shape.n
-            row = {"kernel": kind.name, "shape": shape.name, "median_s": timing.median, "p10_s": timing.low, "p90_s": timing.high}
+            row = {"kernel": name, "shape": shape.name, "median_s": timing.median, "p10_s": timing.low, "p90_s": timing.high}
             rows.append(row | {"of_bandwidth": limits.seconds(moved) / timing.median})
             console.print(
-                f"{kind.name} {shape.label}: {timing.median * 1e6:.1f} µs, {rows[-1]['of_bandwidth']:.0%} of bandwidth",
+                f"{name} {shape.label}: {timing.median * 1e6:.1f} µs, {rows[-1]['of_bandwidth']:.0%} of bandwidth",
                 highlight=False,
             )
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from common import Timing, _summarise, console
 from torch import Tensor
 
-from torchq.kernels import fp8_triton, wna16_triton, words_triton
+from torchq.kernels import fp8_triton, nf4, nf4_triton, wna16_triton, words_triton
 
 if TYPE_CHECKING:
     from gpu_session import Session
@@ -177,6 +177,11 @@ class Weight:
             words, scale, zeros, self.num_bits, self.group_size, self.k, dtype, fp8=self.fp8
         )  # fmt: skip
 
+    def dequantize_by_kernel(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
+        """Some rows by the Triton kernel."""
+        arguments = (*self.tensors, self.num_bits, self.group_size, self.k, dtype, rows)
+        return words_triton.dequantize_words(*arguments, fp8=self.fp8)
+
 
 def random_weight(kind: Kind, n: int, k: int, dtype: torch.dtype, device: str, seed: int = 0) -> Weight:
     """Return random codes, scales of both signs, and zero points if the kind has them."""
@@ -196,6 +201,64 @@ def random_weight(kind: Kind, n: int, k: int, dtype: torch.dtype, device: str, s
     scale = (torch.rand(groups, n, generator=generator, device=device) + 0.1) * signs / half / k**0.5
     zero_point = integers(-half, half, (groups, n), torch.int8) if kind.has_zeros else None
     return Weight(words, scale.to(dtype), zero_point, bits, group_size, k, kind.fp8)
+
+
+@dataclass(frozen=True)
+class Nf4Weight:
+    """A weight in NF4, in blocks of 64; ``nested``: None, or scale and offset of absmax."""
+
+    packed: Tensor
+    absmax: Tensor
+    nested: tuple[Tensor, Tensor] | None
+    n: int
+    k: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """As every function of NF4 takes them."""
+        return self.packed, self.absmax, *(self.nested or (None, None))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors if tensor is not None)
+
+    def clone(self) -> Nf4Weight:
+        """A copy elsewhere in memory."""
+        nested = None if self.nested is None else (self.nested[0].clone(), self.nested[1].clone())
+        return Nf4Weight(self.packed.clone(), self.absmax.clone(), nested, self.n, self.k)
+
+    def dequantize(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
+        """Some rows in plain PyTorch; the first one must begin with a group of 256 blocks."""
+        first, stop, _ = rows.indices(self.n)
+        packed, absmax, scale, offset = self.tensors
+        packed, absmax = packed[first * self.k // 2 : -(-stop * self.k // 2)], absmax[first * self.k // 64 :]
+        scale = None if scale is None else scale[first * self.k // 64 // nf4.NESTED_BLOCK :]
+        return nf4.dequantize_nf4_ref(packed, absmax, scale, offset, stop - first, self.k, 64, dtype)
+
+    def dequantize_by_kernel(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
+        """Some rows by the Triton kernel."""
+        return nf4_triton.dequantize_nf4_triton(*self.tensors, self.n, self.k, 64, dtype, rows)
+
+
+NF4 = {"nf4": False, "nf4 nested": True}  # name -> whether absmax is quantized
+
+
+def random_nf4(nested: bool, n: int, k: int, device: str, seed: int = 0) -> Nf4Weight:
+    """Return random codes, and absmax of a normal weight's size."""
+    generator = torch.Generator(device).manual_seed(seed)
+    blocks = -(-n * k // 64)
+
+    def integers(count: int) -> Tensor:
+        return torch.randint(0, 256, (count,), generator=generator, device=device, dtype=torch.uint8)
+
+    def absmax(count: int) -> Tensor:
+        return (torch.rand(count, generator=generator, device=device) + 2) / k**0.5
+
+    packed = integers(-(-n * k // 2))
+    if not nested:
+        return Nf4Weight(packed, absmax(blocks), None, n, k)
+    return Nf4Weight(packed, integers(blocks), (absmax(-(-blocks // nf4.NESTED_BLOCK)) / 4, absmax(1).sum()), n, k)
 
 
 def random_tokens(m: int, k: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:

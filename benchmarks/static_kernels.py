@@ -30,7 +30,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torchq.kernels import words_triton
+from torchq.kernels import nf4_triton, words_triton
 from torchq.kernels.dispatch import TABLE, Tile
 
 RECORD = Path(__file__).with_suffix(".json")
@@ -43,6 +43,7 @@ MOST_SPILLED = (
 # (On sm_80 Triton 3.6 and 3.7 need 3.4 at most, 3.9 needs 3.9.)
 MOST_INSTRUCTIONS = {"sm_80": 4.0, "sm_90": 3.2, "sm_100": 3.5}
 MOST_INSTRUCTIONS_8_BITS = 6.0
+MOST_INSTRUCTIONS_NF4 = 10.5  # to write a value; 12.4 is what a B200 can issue while it does, 15.8 an H200
 MMA = ("HMMA", "HGMMA", "UTCHMMA")
 TYPES = {"float16": "fp16", "bfloat16": "bf16"}
 
@@ -52,7 +53,7 @@ class Case:
     """One compilation of the matmul kernel, of the one that dequantizes, or of the one that adds parts (``extra="reduce"``).
 
     Other extras of the matmul: ``"one row"`` (N = 1, which Triton makes a constant), ``"undivided"`` (K is not split: 16-bit
-    output and a bias).
+    output and a bias); of the one that dequantizes: ``"nf4"`` and ``"nf4 nested"``, blocks for groups.
     """
 
     architecture: str
@@ -96,6 +97,7 @@ class Measured:
         mma: The tensor core's instruction in the loop, or "".
         load_bits: Width of the loads of words.
         shared_stores: In the loop, per lane and weight: decoded weights that go through shared memory show here.
+        store_bits: Width of the stores to memory.
     """
 
     registers: int
@@ -105,6 +107,7 @@ class Measured:
     mma: str
     load_bits: int
     shared_stores: float
+    store_bits: int = 0
 
 
 def cases() -> list[Case]:
@@ -134,6 +137,10 @@ def cases() -> list[Case]:
         tile = kinds["w4"][0][1]
         for extra in ("one row", "undivided", "reduce"):
             found[Case(architecture, 4, "bfloat16", tile, extra=extra)] = None
+        tile = Tile(0, nf4_triton.TILE // words_triton.block_size(4), nf4_triton.OPTIONS["num_warps"])
+        for extra in ("nf4", "nf4 nested"):
+            for block_size in (64, 32):
+                found[Case(architecture, 4, "bfloat16", tile, block_size, dequantize=True, extra=extra)] = None
     return list(found)
 
 
@@ -151,14 +158,20 @@ def compile_case(case: Case) -> Any:
         fp8=case.fp8, asm=case.asm,
     )  # fmt: skip
     constants |= {"BLOCK": words_triton.REDUCE_BLOCK} | ({"N": 1} if case.extra == "one row" else {})
+    options = {"num_warps": case.tile.num_warps, "num_stages": case.tile.num_stages}
+    if case.extra.startswith("nf4"):
+        kernel, nested = nf4_triton._dequantize_nf4_kernel, case.extra == "nf4 nested"
+        pointers = dict.fromkeys((name for name in kernel.arg_names if name.endswith("_ptr")), "*fp32")
+        pointers |= {"packed_ptr": "*u8", "absmax_ptr": "*u8" if nested else "*fp32", "weight_ptr": act}
+        constants, options = nf4_triton.constants(case.group_size, nested=nested), nf4_triton.OPTIONS
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
-    sizes = ("N", "K", "width", "stride_xm", "stride_wb", "stride_sg")
-    aligned = [name for name in names if name not in constants and (name in pointers or name in sizes)]
+    multiples = {*pointers, "N", "K", "width", "stride_xm", "stride_wb", "stride_sg", "skip", "num_values", "num_bytes"}
+    multiples -= set(kernel.do_not_specialize_on_alignment or ())
+    aligned = [name for name in names if name not in constants and name in multiples]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": case.tile.num_warps, "num_stages": case.tile.num_stages}
     return triton.compile(source, target=target_of(case.architecture), options=options)
 
 
@@ -194,13 +207,17 @@ def measure(compiled: Any, case: Case) -> Measured:
     loop = instructions_of(code) if case.dequantize else largest_loop(code)
     weights = case.tile.block_n * words_triton.block_size(case.num_bits) / (32 * case.tile.num_warps)  # decoded per lane
     operations = Counter(instruction.partition(".")[0] for instruction in loop)
-    loads = [instruction for instruction in loop if instruction.startswith(("LDGSTS", "LDG"))]
-    widths = [int(width[1]) if (width := re.search(r"\.(64|128|256)\b", load)) else 32 for load in loads]
     mma = next((name for name in MMA if operations[name]), "")
     return Measured(
-        registers, compiled.metadata.shared, stack + local, round(len(loop) / weights, 3), mma, max(widths, default=0),
-        round(operations["STS"] / weights, 3),
+        registers, compiled.metadata.shared, stack + local, round(len(loop) / weights, 3), mma, _width(loop, "LDG"),
+        round(operations["STS"] / weights, 3), _width(loop, "STG"),
     )  # fmt: skip
+
+
+def _width(instructions: list[str], name: str) -> int:
+    """Bits of the widest instruction whose name starts so."""
+    found = [instruction.split()[0] for instruction in instructions if instruction.startswith(name)]
+    return max((int(width[1]) if (width := re.search(r"\.(64|128|256)\b", one)) else 32 for one in found), default=0)
 
 
 def _disassemble(cubin: bytes) -> tuple[str, str]:
@@ -252,6 +269,10 @@ def problems(case: Case, found: Measured, recorded: dict[str, Any] | None) -> li
     if not case.dequantize:
         stored = f"stores {found.shared_stores} values per weight to shared memory"
         rules += [(found.mma != "", "no tensor core instruction in its loop"), (found.shared_stores < 0.2, stored)]
+    if case.extra.startswith("nf4"):
+        text = f"{found.instructions} instructions per value, at most {MOST_INSTRUCTIONS_NF4} allowed"
+        rules += [(found.store_bits >= 128, f"stores {found.store_bits} bits at a time")]
+        rules += [(found.instructions <= MOST_INSTRUCTIONS_NF4, text)]
     if recorded is None:
         rules.append((False, "not in the record: run with --record"))
     else:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from torchq.kernels import dispatch, words_triton
+from torchq.kernels import dispatch, nf4, words_triton
 from torchq.kernels.dispatch import Tile
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -400,6 +400,19 @@ def test_random_weights_are_what_the_layout_says(size: tuple[int, int]) -> None:
         assert (weight.zero_point is not None) == kind.has_zeros and weight.nbytes >= n * k * kind.num_bits // 8
 
 
+def test_random_nf4_weights_are_what_the_op_takes() -> None:
+    timing = module("gpu_timing")
+    for nested in timing.NF4.values():
+        for n, k in ((5, 33), (4, 16384)):
+            weight = timing.random_nf4(nested, n, k, "cpu")
+            dense = nf4.dequantize_nf4(*weight.tensors, n, k, 64, torch.float32)
+            assert torch.equal(weight.dequantize(torch.float32), dense) and 0.1 < dense.std() * k**0.5 < 2
+            assert weight.nbytes == sum(tensor.nbytes for tensor in weight.tensors if tensor is not None)
+            copy = weight.clone()
+            assert torch.equal(copy.dequantize(torch.float32), dense) and copy.packed.data_ptr() != weight.packed.data_ptr()
+        assert torch.equal(weight.dequantize(torch.float32, slice(1, 3)), dense[1:3])
+
+
 def test_what_cannot_take_part_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     contenders, timing = module("gpu_contenders"), module("gpu_timing")
     plan, notes = timing.plan_for(dry=True), {}
@@ -457,5 +470,6 @@ def test_a_dry_run_goes_through_every_step(tmp_path: Path) -> None:
     assert not any("error" in record or "skipped" in record for record in steps.values())
     assert all(result["ok"] for result in steps["correct"]["results"])
     assert {row["kernel"] for row in steps["time"]["rows"]} >= {"F.linear", "w4 g128", "w8 g128", "w2 g64"}
+    assert {row["kernel"] for row in steps["dequantize"]["rows"]} >= {"w4 g128", "nf4", "nf4 nested"}
     assert "Tile(" in steps["tiles"]["table"] and steps["model"]["compile_graphs"] <= 3
     assert "Proposed entry" in done.stdout and "Targets" in done.stdout

@@ -44,6 +44,8 @@ CODE = """
 
 def test_the_largest_loop_is_found(static: ModuleType) -> None:
     loop = static.largest_loop(CODE)
+    assert static._width(loop, "LDG") == 128 and static._width(static.instructions_of(CODE)[:2], "LDG") == 32
+    assert static._width(loop, "STG") == 0
     assert [instruction.partition(" ")[0] for instruction in loop] == ["LDGSTS.E.BYPASS.128", "HMMA.16816.F32", "BRA"]
     assert len(static.instructions_of(CODE)) == 8
     assert static.largest_loop("no loop") == []
@@ -69,6 +71,11 @@ def test_each_rule_can_fail(static: ModuleType) -> None:
     assert "not in the record" in static.problems(case, good, None)[0]
     slow = dataclasses.replace(good, instructions=3.6)
     assert "at most 3.2 allowed" in static.problems(case, slow, {"instructions": 3.6})[0]
+    nf4 = dataclasses.replace(case, tile=static.Tile(0, 64), dequantize=True, extra="nf4 nested")
+    assert static.problems(nf4, dataclasses.replace(good, mma="", store_bits=128), record) == []
+    assert "stores 64 bits" in static.problems(nf4, dataclasses.replace(good, store_bits=64), record)[0]
+    slow = dataclasses.replace(good, store_bits=128, instructions=10.6)
+    assert "at most 10.5 allowed" in static.problems(nf4, slow, {"instructions": 10.6})[0]
     dequantize = dataclasses.replace(case, dequantize=True)
     assert static.problems(dequantize, dataclasses.replace(good, mma="", shared_stores=1.0), record) == []
 
