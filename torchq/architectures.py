@@ -91,17 +91,22 @@ def find_folds(model: nn.Module, batch: Mapping[str, Any] | None = None) -> Fold
         if name not in calls:
             folds.refused.append(Refused(name, (), "the block did not run in this batch"))
             continue
-        block = Block(model.get_submodule(name), calls[name])
-        structure = _structure(block.module)
-        if structure not in known:
-            known[structure] = _candidates(block)
-        for candidate in known[structure]:
-            result = _judged(block, candidate, name, shared)
+        for result in _results_of(Block(model.get_submodule(name), calls[name]), name, known, shared):
             if isinstance(result, FoldPair):
                 folds.pairs.append(result)
             else:
                 folds.refused.append(result)
     return folds
+
+
+def _results_of(
+    block: Block, name: str, known: dict[Any, list[_Candidate]], shared: Mapping[str, set[str]]
+) -> list[FoldPair | Refused]:
+    """Judge all candidates of a block. ``known`` holds those of other blocks, by how they are built."""
+    structure = _structure(block.module)
+    if structure not in known:
+        known[structure] = _candidates(block)
+    return [_judged(block, candidate, name, shared) for candidate in known[structure]]
 
 
 def check_fold(model: nn.Module, producer: str, consumers: Sequence[str], batch: Mapping[str, Any] | None = None) -> FoldPair:
