@@ -1,8 +1,10 @@
 """torchq: quantize Hugging Face models in place, run them packed, save checkpoints that vLLM loads as they are."""
 
 from torchq._version import __version__
+from torchq.algorithms.awq import AWQ
 from torchq.algorithms.gptq import GPTQ
 from torchq.algorithms.rtn import RTN
+from torchq.algorithms.smoothquant import SmoothQuant
 from torchq.checkpoint.reader import load_pretrained
 from torchq.checkpoint.writer import save_pretrained
 from torchq.config import QuantConfig
@@ -14,6 +16,7 @@ from torchq.siblings import fuse_siblings_
 from torchq.warmup import warmup
 
 __all__ = [
+    "AWQ",
     "GPTQ",
     "RTN",
     "QuantArgs",
@@ -21,6 +24,7 @@ __all__ = [
     "QuantLinear",
     "QuantReport",
     "Scheme",
+    "SmoothQuant",
     "__version__",
     "fuse_siblings_",
     "load_pretrained",

@@ -46,6 +46,7 @@ class UndoLog:
         self._committed = False
         self._replaced: list[_Replaced] = []
         self._attributes: list[tuple[Any, str, Any]] = []
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._file: IO[bytes] | None = None
         if enabled and num_bytes > shutil.disk_usage(tempfile.gettempdir()).free:
             raise ValueError(
@@ -81,6 +82,11 @@ class UndoLog:
         """Remember an attribute that is about to change."""
         self._attributes.append((owner, name, owner.__dict__.get(name, _MISSING)))
 
+    def save_tensor(self, tensor: torch.Tensor) -> None:
+        """Remember a small tensor that is about to be written to; it is kept in memory."""
+        if self.enabled:
+            self._tensors.append((tensor, tensor.detach().clone()))
+
     def commit(self) -> None:
         """Keep what was done: nothing is rolled back any more."""
         self._committed = True
@@ -102,6 +108,9 @@ class UndoLog:
                 owner.__dict__.pop(name, None)
             else:
                 owner.__dict__[name] = value
+        with torch.no_grad():
+            for tensor, saved in reversed(self._tensors):
+                tensor.copy_(saved)
         weights: dict[int, nn.Parameter] = {}
         for entry in self._replaced:
             module = entry.module() or entry.shell  # where nobody else holds it, its copy takes its place

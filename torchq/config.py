@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from torchq.algorithms.awq import AWQ
 from torchq.algorithms.gptq import GPTQ
 from torchq.algorithms.rtn import RTN
+from torchq.algorithms.smoothquant import SmoothQuant
+from torchq.calibration.observers import Observer
 from torchq.scheme import Scheme, resolve_scheme
 
+Algorithm = RTN | GPTQ | AWQ | SmoothQuant
+_BY_NAME: dict[str, Callable[[], Algorithm]] = {"rtn": RTN, "gptq": GPTQ, "awq": AWQ, "smoothquant": SmoothQuant}
 DEFAULT_IGNORE = ("lm_head",)
-ALGORITHMS = ("auto", "rtn", "gptq")
-PLANNED_ALGORITHMS = ("awq", "smoothquant")
+ALGORITHMS = ("auto", "rtn", "gptq", "awq", "smoothquant")
 PROPAGATE = ("true_sequential", "float")
 CALIBRATION_DTYPES = ("auto", "model", "bfloat16")
 
@@ -29,8 +35,10 @@ class QuantConfig:
     Attributes:
         scheme: A name (``"W4A16"``, ``"W8A8"``, ...) or a :class:`torchq.scheme.Scheme`.
         algorithm: ``"auto"`` (the best recipe for the scheme: GPTQ for integer weights where there is calibration data, else
-            RTN), ``"rtn"``, ``"gptq"``, or one of them with settings: :class:`torchq.algorithms.rtn.RTN`,
-            :class:`torchq.algorithms.gptq.GPTQ`.
+            RTN), ``"rtn"``, ``"gptq"``, ``"awq"``, ``"smoothquant"``, one of them with settings (:class:`RTN`, :class:`GPTQ`,
+            :class:`AWQ`, :class:`SmoothQuant`), or a sequence of two: one that scales, one that rounds, such as
+            ``[AWQ(), GPTQ()]``. One that scales is followed by RTN where nothing else is said; a scale that does not lower the
+            error on held-out tokens is undone.
         group_size: Weights along in_features that share a scale; -1 for one group per row; None for the scheme's own.
         symmetric: Whether the weights go without zero points; None for the scheme's own.
         targets: Which modules to quantize.
@@ -44,6 +52,8 @@ class QuantConfig:
             (what the model is in; statistics are then exact as well), or ``"auto"``: bfloat16 for float32 models on devices that
             multiply it. Statistics are of rounded inputs where that is faster
             (:class:`torchq.calibration.statistics.InputStatistics`), and summed and solved in float32.
+        observer: What static activation scales come from: ``"mse"`` (the range with the least squared error), ``"minmax"`` (the
+            whole range of the calibration data), or the percentage of values, 50 to 100, that are not clipped.
         recompute: Whether calibration keeps no more than each block's input of all calibration tokens, and computes the block
             anew for each group of layers in it: the same result in less memory, for more than twice the forward work. None:
             only where one layer's intermediates of all tokens would take more than half of the memory that is left, and blocks
@@ -59,7 +69,7 @@ class QuantConfig:
     """
 
     scheme: str | Scheme
-    algorithm: str | RTN | GPTQ = "auto"
+    algorithm: str | Algorithm | Sequence[str | Algorithm] = "auto"
     group_size: int | None = None
     symmetric: bool | None = None
     targets: tuple[str, ...] = ("Linear",)
@@ -68,6 +78,7 @@ class QuantConfig:
     kv_cache: str | None = None
     propagate: str = "true_sequential"
     calibration_dtype: str = "auto"
+    observer: Observer = "mse"
     recompute: bool | None = None
     fuse_siblings: bool = False
     strict: bool = False
@@ -84,19 +95,14 @@ class QuantConfig:
         _as_patterns("overrides", self.overrides)
         if self.kv_cache is not None:
             raise NotImplementedError(f"kv_cache={self.kv_cache!r} is not supported yet; leave kv_cache=None")
-        if isinstance(self.algorithm, str):
-            algorithm = self.algorithm.lower()
-            if algorithm in PLANNED_ALGORITHMS:
-                raise NotImplementedError(f"algorithm={self.algorithm!r} is not supported yet; supported: {ALGORITHMS}")
-            if algorithm not in ALGORITHMS:
-                raise ValueError(f"algorithm={self.algorithm!r} is unknown; supported: {ALGORITHMS}, RTN(...) or GPTQ(...)")
-        elif not isinstance(self.algorithm, (RTN, GPTQ)):
-            got = type(self.algorithm).__name__
-            raise TypeError(f"algorithm must be one of {ALGORITHMS}, RTN(...) or GPTQ(...), got {got}")
+        object.__setattr__(self, "algorithm", _as_algorithm(self.algorithm))
         if self.propagate not in PROPAGATE:
             raise ValueError(f"propagate must be one of {PROPAGATE}, got {self.propagate!r}")
         if self.calibration_dtype not in CALIBRATION_DTYPES:
             raise ValueError(f"calibration_dtype must be one of {CALIBRATION_DTYPES}, got {self.calibration_dtype!r}")
+        share = self.observer if isinstance(self.observer, (int, float)) and not isinstance(self.observer, bool) else None
+        if self.observer not in ("mse", "minmax") and (share is None or not 50 <= share <= 100):
+            raise ValueError(f"observer must be 'mse', 'minmax' or a percentage from 50 to 100, got {self.observer!r}")
         if self.recompute not in (None, True, False):
             raise ValueError(f"recompute must be True, False or None, got {self.recompute!r}")
         self.resolve()
@@ -122,14 +128,51 @@ class QuantConfig:
         return scheme
 
     def recipe(self, scheme: Scheme, calibrated: bool) -> RTN | GPTQ:
-        """Return the algorithm and its settings for layers of ``scheme``; ``calibrated``: whether there is calibration data."""
-        if not isinstance(self.algorithm, str):
-            return self.algorithm
-        algorithm = self.algorithm.lower()
-        if algorithm == "auto":
-            weights = scheme.weights
-            return GPTQ() if calibrated and weights.type == "int" and weights.strategy in ("group", "channel") else RTN()
-        return GPTQ() if algorithm == "gptq" else RTN()
+        """Return what rounds layers of ``scheme``; ``calibrated``: whether there is calibration data."""
+        rounding = [step for step in self._steps if isinstance(step, (RTN, GPTQ))]
+        if rounding:
+            return rounding[0]
+        weights = scheme.weights
+        by_columns = weights.type == "int" and weights.strategy in ("group", "channel")
+        return GPTQ() if self.algorithm == "auto" and calibrated and by_columns else RTN()
+
+    def smoothing(self, scheme: Scheme) -> AWQ | SmoothQuant | None:
+        """Return what scales layers of ``scheme`` before they are rounded, if anything does."""
+        return next((step for step in self._steps if isinstance(step, (AWQ, SmoothQuant))), None)
+
+    @property
+    def _steps(self) -> tuple[Algorithm, ...]:
+        return () if isinstance(self.algorithm, str) else tuple(self.algorithm)  # type: ignore[arg-type]
+
+
+def _as_algorithm(value: Any) -> str | tuple[Algorithm, ...]:
+    """``"auto"``, or the algorithms of a sequence in their order: at most one that scales, then at most one that rounds."""
+    steps = list(value) if isinstance(value, (list, tuple)) else [value]
+    found: list[Algorithm] = []
+    for step in steps:
+        name = step.lower() if isinstance(step, str) else None
+        if name == "auto" and len(steps) == 1:
+            return name
+        if name is not None and name not in _BY_NAME:
+            close = difflib.get_close_matches(name, ALGORITHMS, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ValueError(
+                f"algorithm={step!r} is unknown; {hint}supported: {ALGORITHMS}, RTN(...), GPTQ(...), AWQ(...), SmoothQuant(...), "
+                "or [one that scales, one that rounds]"
+            )
+        if name is None and not isinstance(step, (RTN, GPTQ, AWQ, SmoothQuant)):
+            got = type(step).__name__
+            raise TypeError(
+                f"algorithm must be one of {ALGORITHMS}, RTN(...), GPTQ(...), AWQ(...) or SmoothQuant(...), got {got}"
+            )
+        found.append(_BY_NAME[name]() if name is not None else step)
+    kinds = ["scales" if isinstance(step, (AWQ, SmoothQuant)) else "rounds" for step in found]
+    if kinds not in (["scales"], ["rounds"], ["scales", "rounds"]):
+        raise ValueError(
+            f"algorithm must be one that scales (AWQ, SmoothQuant), one that rounds (RTN, GPTQ), or one of each in this order, "
+            f"got {[type(step).__name__ for step in found]}"
+        )
+    return tuple(found)
 
 
 def _as_patterns(name: str, value: object) -> tuple[str, ...]:

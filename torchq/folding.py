@@ -126,16 +126,29 @@ def divide_producer_(model: nn.Module, producer: Producer, scale: Tensor) -> Ten
         if bias is not None:
             bias.div_(divisor)
         return scale
+    divided, effective = _divided_norm(weight, producer, scale)
+    weight.copy_(divided)
+    if bias is not None:
+        bias.div_(effective)
+    return effective
+
+
+@torch.no_grad()
+def effective_scale(model: nn.Module, producer: Producer, scale: Tensor) -> Tensor:
+    """Return what :func:`divide_producer_` would return, without dividing."""
+    weight, _ = weight_and_bias(model, producer.name)
+    scale = _checked(scale, producer).to(weight.device, torch.float32)
+    return scale if producer.kind == "linear" else _divided_norm(weight, producer, scale)[1]
+
+
+def _divided_norm(weight: Tensor, producer: Producer, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """(The norm's new weight, what it really divides by)."""
     offset = 1.0 if producer.kind == "offset_norm" else 0.0
     gain = weight.float() + offset
     divided = (gain / scale - offset).to(weight.dtype)
     divided_gain = divided.float() + offset
     lost = divided_gain == 0
-    effective = torch.where(lost, 1.0, gain / divided_gain)
-    weight.copy_(torch.where(lost, weight, divided))
-    if bias is not None:
-        bias.div_(effective)
-    return effective
+    return torch.where(lost, weight, divided), torch.where(lost, 1.0, gain / divided_gain)
 
 
 @torch.no_grad()

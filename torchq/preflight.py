@@ -218,10 +218,10 @@ def check_not_quantized(model: nn.Module) -> None:
         raise ValueError(f"the model is already quantized: {list_names(packed)} hold integers; load the 16-bit model instead")
 
 
-def preflight(plans: list[LayerPlan]) -> None:
+def preflight(plans: list[LayerPlan], *, calibrated: bool = False) -> None:
     """Check every layer that will be quantized; one error per kind of problem lists all layers that have it. Changes nothing."""
     todo = [plan for plan in plans if plan.scheme is not None]
-    _check_calibration(todo)
+    _check_calibration(todo, calibrated)
     _check_group_sizes(todo)
     wrong = [f"{p.names[0]} ({weight_of(p.module).dtype})" for p in todo if weight_of(p.module).dtype not in _FLOAT_DTYPES]
     if wrong:
@@ -234,13 +234,15 @@ def preflight(plans: list[LayerPlan]) -> None:
         raise ValueError(f"weights hold NaN or inf: {list_names(broken)}; reload or repair the model, or add them to ignore")
 
 
-def _check_calibration(todo: list[LayerPlan]) -> None:
+def _check_calibration(todo: list[LayerPlan], calibrated: bool) -> None:
     static = [plan for plan in todo if plan.scheme is not None and plan.scheme.needs_calibration]
-    if static:
+    if static and not calibrated:
         assert static[0].scheme is not None
+        dynamic = "FP8_DYNAMIC" if static[0].scheme.weights.type == "float" else "W8A8"
         raise ValueError(
-            f"scheme {static[0].scheme.name} has static activation scales, which need calibration data, and calibration is not "
-            "supported yet; use FP8_DYNAMIC (scales at run time) instead"
+            f"scheme {static[0].scheme.name} has static activation scales, which need calibration data: pass "
+            "quantize_(..., calibration=texts, tokenizer=tokenizer) (--calibration FILE on the command line), or use "
+            f"{dynamic} (scales at run time)"
         )
 
 

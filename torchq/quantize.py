@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from torchq._undo import UndoLog
 from torchq._version import __version__
+from torchq.algorithms.awq import AWQ
 from torchq.algorithms.gptq import GPTQ
 from torchq.algorithms.rtn import RTN, quantize_weight
+from torchq.algorithms.smoothquant import SmoothQuant
 from torchq.checkpoint.writer import quantization_config
 from torchq.config import QuantConfig
 from torchq.linear import QuantizedWeight, QuantLinear, buffer_specs
@@ -88,10 +90,10 @@ def quantize_(
     started = time.perf_counter()
     check_not_quantized(model)
     plans = plan_layers(model, config)
-    preflight(plans)
+    preflight(plans, calibrated=calibration is not None)
     todo = [plan for plan in plans if plan.scheme is not None]
     recipes = {id(plan): config.recipe(plan.scheme, calibration is not None) for plan in todo if plan.scheme is not None}
-    _check_recipes(todo, recipes, calibration)
+    _check_recipes(todo, recipes, config, calibration)
     batches = None
     if calibration is not None:
         from torchq.calibration.data import load_batches
@@ -103,7 +105,7 @@ def quantize_(
         siblings = find_siblings(model, layers, None if batches is None else batches.train[0].inputs)
     report = QuantReport(
         scheme=config.resolve().name,
-        algorithm=_describe(todo, recipes, batches),
+        algorithm=_describe(todo, recipes, config, batches),
         num_parameters=0,
         torchq_version=__version__,
     )
@@ -114,7 +116,7 @@ def quantize_(
         with _progress_bar("Quantizing", len(todo), progress) as advance:
             calibrated = []
             for plan in todo:
-                if batches is not None and _uses_data(plan, recipes[id(plan)]):
+                if batches is not None and _uses_data(plan, recipes[id(plan)], config):
                     calibrated.append(plan)
                     continue
                 entries[plan.names[0]] = _quantize_layer(model, plan, recipes[id(plan)], device, undo_log)
@@ -134,7 +136,7 @@ def quantize_(
                     warnings.warn(message, stacklevel=3)
                     announced.append(message)
 
-                report.timings = quantize_calibrated(
+                outcome = quantize_calibrated(
                     model,
                     calibrated,
                     batches,
@@ -144,6 +146,7 @@ def quantize_(
                     finish=finish,
                     warn=announce,
                 )
+                report.timings, report.folds = outcome.timings, outcome.folds
         report.warnings += _untie(model, todo, shared, undo_log)
         _describe_in_config(model, undo_log)
         report.layers = [entries.get(plan.names[0]) or _left_out(plan) for plan in plans]
@@ -172,8 +175,28 @@ def _as_config(config: str | Scheme | QuantConfig) -> QuantConfig:
 # ------------------------------------------------------------------------------------------------------------------ quantize
 
 
-def _check_recipes(todo: list[LayerPlan], recipes: dict[int, RTN | GPTQ], calibration: Any) -> None:
+def _check_recipes(todo: list[LayerPlan], recipes: dict[int, RTN | GPTQ], config: QuantConfig, calibration: Any) -> None:
     """Check that each layer's algorithm has the data it needs and knows the layer's scheme."""
+    for plan in todo:
+        assert plan.scheme is not None
+        smoothing = config.smoothing(plan.scheme)
+        if smoothing is None:
+            continue
+        name = type(smoothing).__name__.lower()
+        if calibration is None:
+            raise ValueError(
+                f"algorithm={name!r} needs calibration data: pass quantize_(..., calibration=texts, tokenizer=tokenizer) "
+                "(--calibration FILE on the command line), or use algorithm='rtn'"
+            )
+        if isinstance(smoothing, SmoothQuant) and plan.scheme.input_activations is None:
+            raise ValueError(
+                f"algorithm='smoothquant' is for schemes that round activations, got {plan.scheme.name} for {plan.names[0]}; use "
+                "'awq' or 'gptq'"
+            )
+        if isinstance(smoothing, AWQ) and plan.scheme.input_activations is not None:
+            raise ValueError(
+                f"algorithm='awq' is for weight-only schemes, got {plan.scheme.name} for {plan.names[0]}; use 'smoothquant'"
+            )
     gptq = [plan for plan in todo if isinstance(recipes[id(plan)], GPTQ)]
     if gptq and calibration is None:
         raise ValueError(
@@ -189,13 +212,15 @@ def _check_recipes(todo: list[LayerPlan], recipes: dict[int, RTN | GPTQ], calibr
             )
 
 
-def _uses_data(plan: LayerPlan, recipe: RTN | GPTQ) -> bool:
+def _uses_data(plan: LayerPlan, recipe: RTN | GPTQ, config: QuantConfig) -> bool:
     """Whether calibration data would change a layer's result."""
     assert plan.scheme is not None
+    if plan.scheme.needs_calibration or config.smoothing(plan.scheme) is not None:
+        return True
     return isinstance(recipe, GPTQ) or (recipe.scale_search == "mse" and plan.scheme.weights.type == "int")
 
 
-def _describe(todo: list[LayerPlan], recipes: dict[int, RTN | GPTQ], batches: Any) -> str:
+def _describe(todo: list[LayerPlan], recipes: dict[int, RTN | GPTQ], config: QuantConfig, batches: Any) -> str:
     """Name the algorithms of a report, and the data of those that look at it."""
     names = []
     for plan in todo:
@@ -209,7 +234,10 @@ def _describe(todo: list[LayerPlan], recipes: dict[int, RTN | GPTQ], batches: An
         if isinstance(recipe, GPTQ):
             damping = "held-out" if recipe.dampening_frac is None else f"{recipe.dampening_frac:g}"
             name = f"GPTQ, {search} scales, {damping} damping"
-        if batches is not None and _uses_data(plan, recipe):
+        smoothing = config.smoothing(plan.scheme)
+        if smoothing is not None:
+            name = f"{type(smoothing).__name__}, {name}"
+        if batches is not None and _uses_data(plan, recipe, config):
             name += f" on {batches.num_tokens:,} tokens"
         if name not in names:
             names.append(name)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Status = Literal["quantized", "ignored", "skipped"]
+FoldStatus = Literal["folded", "undone", "refused"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,30 @@ class LayerReport:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class FoldReport:
+    """A norm or Linear whose channels AWQ or SmoothQuant could scale, with the weights that read them.
+
+    Attributes:
+        producer: Module name (or that of a parameter).
+        consumers: Names of the weights.
+        status: ``"folded"``; ``"undone"`` because it did not lower the error; ``"refused"`` because it would not be exact.
+        spread: Largest scale over smallest, or None.
+        error_before: Squared error of the weights' outputs on held-out tokens (calibration tokens if none are held out) without
+            the fold, or None.
+        error: The same with it, or None.
+        reason: Why it is not folded.
+    """
+
+    producer: str
+    consumers: list[str]
+    status: FoldStatus
+    spread: float | None = None
+    error_before: float | None = None
+    error: float | None = None
+    reason: str | None = None
+
+
 @dataclass
 class QuantReport:
     """What :func:`torchq.quantize_` did; saved beside the checkpoint as ``quant_report.json``.
@@ -58,6 +83,7 @@ class QuantReport:
         warnings: What a user should know: fallbacks, untied embeddings, parameters left in 16 bits.
         torchq_version: Version of torchq.
         seconds: Time spent.
+        folds: What AWQ or SmoothQuant scaled, and what they did not and why.
         timings: Of a calibrated run: seconds by part (``forward``, ``hessian``, ``scales``, ``solve``).
     """
 
@@ -69,6 +95,7 @@ class QuantReport:
     torchq_version: str = ""
     seconds: float = 0.0
     timings: dict[str, float] = field(default_factory=dict)
+    folds: list[FoldReport] = field(default_factory=list)
 
     @property
     def quantized_fraction(self) -> float:
@@ -103,6 +130,9 @@ class QuantReport:
         for reason, count in reasons.items():
             share = sizes[reason] / self.num_parameters if self.num_parameters else 0.0
             lines.append(f"  {count} {reason} ({share:.1%} of the parameters)")
+        if self.folds:
+            counts = Counter(fold.status for fold in self.folds)
+            lines.append("  folds: " + ", ".join(f"{count} {status}" for status, count in counts.items()))
         return "\n".join(lines + [f"  warning: {warning}" for warning in self.warnings])
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,4 +151,5 @@ class QuantReport:
         """Read what :meth:`to_dict` wrote."""
         keys = ("scheme", "algorithm", "num_parameters", "warnings", "torchq_version", "seconds", "timings")
         fields = {key: data[key] for key in keys if key in data}
-        return cls(layers=[LayerReport(**layer) for layer in data["layers"]], **fields)
+        folds = [FoldReport(**fold) for fold in data.get("folds", ())]
+        return cls(layers=[LayerReport(**layer) for layer in data["layers"]], folds=folds, **fields)

@@ -257,7 +257,10 @@ def test_bad_requests() -> None:
         quantize_(model, QuantConfig("FP8_DYNAMIC", algorithm="gptq"), calibration=data())
     with pytest.raises(ValueError, match="propagate must be one of"):
         QuantConfig("W4A16", propagate="sideways")
-    with pytest.raises(TypeError, match=r"algorithm must be one of .*RTN\(\.\.\.\) or GPTQ\(\.\.\.\), got int"):
+    with pytest.raises(
+        TypeError,
+        match=r"algorithm must be one of .*AWQ\(\.\.\.\) or SmoothQuant\(\.\.\.\), got int",
+    ):
         QuantConfig("W4A16", algorithm=3)
     assert not any(isinstance(module, QuantLinear) for module in model.modules())
 

@@ -8,7 +8,8 @@ so a search needs H, which other algorithms need as well, and no forward pass: t
 calibration tokens. Candidates are the paper's, ``s = a^r`` and (duo scaling) ``s = a^r / w^(1-r)`` with a the root mean square of
 a channel's activations, w the mean magnitude of its weights relative to the largest in their group, and r from 0 to 1; s = 1 is
 one of them. Clipping is the business of the scale search of the rounding that follows (``RTN(scale_search="mse")``, ``GPTQ``),
-which minimises the error of each group weighted by the mean square of its inputs. Shapes: N out_features, K in_features, C channels.
+which minimises the error of each group weighted by the mean square of its inputs. Shapes: N out_features, K in_features, C
+channels.
 """
 
 from __future__ import annotations

@@ -316,10 +316,14 @@ class GroupSolver:
         self._factor: Factor | None = None
 
     @torch.no_grad()
-    def solve(self, weight: Tensor, scheme: Scheme, *, last: bool = False) -> Solution:
+    def solve(self, weight: Tensor, scheme: Scheme, *, scale_dtype: torch.dtype | None = None, last: bool = False) -> Solution:
         """Quantize a weight [N, K], the rows of one Linear or of several.
 
-        ``last``: none follows, and what the drift was summed in can be freed.
+        Args:
+            weight: Any floating dtype.
+            scheme: How.
+            scale_dtype: dtype of the scales; the weight's by default.
+            last: None follows, and what the drift was summed in can be freed.
         """
         args, settings = scheme.weights, self.settings
         importance = self.train.mean_square if settings.scale_search == "mse" else None
@@ -330,7 +334,12 @@ class GroupSolver:
                     statistics.drift = statistics.drift_H = None
         begun = time.perf_counter()
         scale, zero_point = numerics.choose_qparams(
-            W.to(weight.dtype), args, settings.scale_search, signed=signed_scales(scheme), importance=importance
+            W.to(weight.dtype),
+            args,
+            settings.scale_search,
+            scale_dtype=scale_dtype,
+            signed=signed_scales(scheme),
+            importance=importance,
         )
         self.timings["scales"] = self.timings.get("scales", 0.0) + time.perf_counter() - begun
         s = scale.float().reshape(weight.shape[0], -1)

@@ -50,7 +50,11 @@ def signed_scales(scheme: Scheme) -> bool:
 
 @torch.no_grad()
 def quantize_weight(
-    weight: Tensor, scheme: Scheme, settings: RTN | None = None, importance: Tensor | None = None
+    weight: Tensor,
+    scheme: Scheme,
+    settings: RTN | None = None,
+    importance: Tensor | None = None,
+    scale_dtype: torch.dtype | None = None,
 ) -> tuple[QuantizedWeight, float]:
     """Quantize one weight.
 
@@ -59,15 +63,16 @@ def quantize_weight(
         scheme: How.
         settings: Scale search; ``RTN()`` by default.
         importance: [K], weight of each column's error in the search, such as the mean square of its inputs.
+        scale_dtype: dtype of the scales; the weight's by default.
 
     Returns:
-        The quantized weight (scales in the weight's dtype) and its relative error ``|W - dequantized| / |W|`` (Frobenius).
+        The quantized weight and its relative error ``|W - dequantized| / |W|`` (Frobenius).
     """
     settings, args = settings or RTN(), scheme.weights
     signed = signed_scales(scheme)
     norm = settings.norm_for(importance is not None)
     scale, zero_point = numerics.choose_qparams(
-        weight, args, settings.scale_search, signed=signed, importance=importance, norm=norm
+        weight, args, settings.scale_search, scale_dtype, signed=signed, importance=importance, norm=norm
     )
     q = torch.empty(weight.shape, dtype=torch.int8 if args.type == "int" else torch.float8_e4m3fn, device=weight.device)
     quantized = QuantizedWeight(q, scale, zero_point, scheme)

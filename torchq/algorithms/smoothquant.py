@@ -4,8 +4,9 @@ Xiao et al., "SmoothQuant" (arXiv 2211.10438). With x the input, W all weights t
 
     W x = (W diag(s)) (x / s),      s_j = max|x_j|^alpha / max_i|W_ij|^(1 - alpha)        (eq. 4)
 
-One s serves all Linears that read x. ``alpha="search"`` takes for each tensor the alpha, or s = 1, with the least error of rounded
-activations times rounded weights on a sample of calibration tokens. Shapes: N out_features, K in_features, C channels, T tokens.
+One s serves all Linears that read x. ``alpha="search"`` takes for each tensor the alpha, or s = 1, with the least error of
+rounded activations times rounded weights on a sample of calibration tokens. Shapes: N out_features, K in_features, C channels, T
+tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torchq import numerics
 from torchq.algorithms.awq import bounded, by_column
 from torchq.algorithms.gptq import sample_rows
 from torchq.algorithms.rtn import signed_scales
-from torchq.scheme import Scheme
+from torchq.calibration.observers import fake_quantize, static_qparams
+from torchq.scheme import QuantArgs, Scheme
 
 _ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _ROWS = 256  # of a weight, that candidates are judged by
@@ -73,38 +75,36 @@ def search_scale(
     a = _channel_max(absmax, columns, num_channels)
     w = _channel_max(weight.abs().amax(0).float(), columns, num_channels)
     exact = x @ rows.t()
-    unscaled = rounded_error(x, rows, exact, absmax, torch.ones_like(absmax), scheme)
+    unscaled = _rounded_error(x, rows, exact, absmax, torch.ones_like(absmax), scheme)
     best, least = torch.ones_like(a), unscaled if settings.alpha == "search" else float("inf")
     for alpha in _ALPHAS if settings.alpha == "search" else (float(settings.alpha),):
         s = bounded(a**alpha / w.clamp_min(1e-5) ** (1 - alpha), settings.max_ratio)
-        error = rounded_error(x, rows, exact, absmax, by_column(s, columns), scheme)
+        error = _rounded_error(x, rows, exact, absmax, by_column(s, columns), scheme)
         if error < least:
             best, least = s, error
     return best, least / unscaled if unscaled else 1.0
 
 
-def rounded_error(x: Tensor, rows: Tensor, exact: Tensor, absmax: Tensor, s: Tensor, scheme: Scheme) -> float:
+def _rounded_error(x: Tensor, rows: Tensor, exact: Tensor, absmax: Tensor, s: Tensor, scheme: Scheme) -> float:
     """Squared error of Q(x / s) Q(rows diag(s))T, both rounded to nearest, against ``exact``."""
-    args = scheme.weights
-    scaled = rows * s
+    args, acts = scheme.weights, scheme.input_activations
+    assert acts is not None
+    scaled, largest = rows * s, (absmax / s).amax()
     scale, _ = numerics.choose_qparams(scaled, args, "absmax", signed=signed_scales(scheme))
     weight = numerics.dequantize(numerics.quantize(scaled, scale, None, args), scale, None, args)
-    return float((round_activations(x / s, absmax / s, scheme) @ weight.t()).sub_(exact).square_().sum())
+    static = None if acts.dynamic else static_qparams(acts, -largest, largest, x, "minmax")[0]
+    return float((round_activations(x / s, acts, static) @ weight.t()).sub_(exact).square_().sum())
 
 
-def round_activations(x: Tensor, absmax: Tensor, scheme: Scheme) -> Tensor:
-    """Activations [T, K] float32 as the scheme rounds them; static ones by the range that ``absmax`` [K] gives."""
-    acts = scheme.input_activations
-    if acts is None:
-        return x
-    if acts.dynamic:
-        codes, scale = numerics.quantize_dynamic(x, acts)
-        groups = codes.float().unflatten(-1, (scale.shape[-1], -1)) if scale.numel() > 1 else codes.float().unsqueeze(-2)
-        return (groups * scale.reshape(*groups.shape[:-2], -1, 1)).flatten(-2)
-    limit = float(acts.quant_max) if acts.type == "int" else 448.0
-    scale = (absmax.max() / limit).clamp_min(torch.finfo(torch.float32).tiny)
-    scaled = (x / scale).clamp_(-limit, limit)
-    return (scaled.round_() if acts.type == "int" else numerics.cast_fp8(scaled).float()) * scale
+def round_activations(x: Tensor, acts: QuantArgs, scale: Tensor | None = None, zero_point: Tensor | None = None) -> Tensor:
+    """Activations [T, K] float32 rounded: by scales of their own, or by a static one."""
+    if not acts.dynamic:
+        assert scale is not None
+        return fake_quantize(x, acts, scale, zero_point)
+    codes, own = numerics.quantize_dynamic(x, acts)
+    if own.numel() == 1:
+        return codes.float() * own
+    return (codes.float().unflatten(-1, (own.shape[-1], -1)) * own.unsqueeze(-1)).flatten(-2)
 
 
 def _channel_max(values: Tensor, columns: Tensor, num_channels: int) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +17,20 @@ from torchq._undo import UndoLog
 from torchq.algorithms import awq, smoothquant
 from torchq.algorithms.awq import AWQ
 from torchq.algorithms.smoothquant import SmoothQuant
-from torchq.architectures import Folds, find_folds
-from torchq.calibration.packing import Batch
+from torchq.architectures import Folds
 from torchq.calibration.stream import Group
-from torchq.folding import FoldPair, Producer, column_scale, divide_producer_, effective_scale, multiply_consumer_, weight_and_bias
+from torchq.folding import (
+    FoldPair,
+    Producer,
+    column_scale,
+    divide_producer_,
+    effective_scale,
+    multiply_consumer_,
+    weight_and_bias,
+)
 from torchq.linear import QuantizedWeight
 from torchq.model_utils import list_names
-from torchq.report import FoldReport
+from torchq.report import FoldReport, FoldStatus
 from torchq.scheme import Scheme
 
 
@@ -161,7 +167,7 @@ class Smoothing:
     def _report(
         self,
         pair: FoldPair,
-        status: str,
+        status: FoldStatus,
         fold: Fold | None = None,
         error: float | None = None,
         before: float | None = None,
@@ -188,8 +194,3 @@ def _divide_bias(bias: Tensor, producer: Producer, scale: Tensor) -> None:
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b or (a is not None and b is not None and torch.equal(a, b))
-
-
-def find(model: nn.Module, batch: Batch, overrides: Any = None) -> Folds:
-    """Where a model can be folded, measured on one batch."""
-    return find_folds(model, batch.inputs)

@@ -31,21 +31,24 @@ class InputStatistics:
             None if there are none.
         drift_H: [K, K] float32, the sum of x xT over these tokens, or None.
         drift_tokens: How many these are.
-        absmax: [K] float32, largest magnitude of each channel.
+        low: [K] float32, the least value of each channel; 0 if none is negative.
+        high: [K] float32, the greatest; 0 if none is positive.
         num_tokens: Tokens summed.
 
     Args:
         in_features: K.
         device: Where to sum.
         exact: Whether inputs count to their last bit. If not, they are rounded where the device multiplies that faster.
+        sampled: How many tokens of each call of :meth:`add` are kept.
     """
 
-    def __init__(self, in_features: int, device: torch.device | str, *, exact: bool = True) -> None:
-        self.exact = exact
+    def __init__(self, in_features: int, device: torch.device | str, *, exact: bool = True, sampled: int = 0) -> None:
+        self.exact, self.sampled = exact, sampled
+        self._sample: list[Tensor] = []
         self.H = torch.zeros(in_features, in_features, device=device)
         self.drift: Tensor | None = None
         self.drift_H: Tensor | None = None
-        self.absmax = torch.zeros(in_features, device=device)
+        self.low, self.high = torch.zeros(in_features, device=device), torch.zeros(in_features, device=device)
         self.num_tokens = self.drift_tokens = 0
 
     @torch.no_grad()
@@ -73,7 +76,10 @@ class InputStatistics:
         else:
             with _tf32(tokens.device, self.exact):
                 _add_products(H, tokens.float(), blocks)
-        torch.maximum(self.absmax, _largest(tokens, 0), out=self.absmax)
+        torch.maximum(self.high, tokens.amax(0).float(), out=self.high)
+        torch.minimum(self.low, tokens.amin(0).float(), out=self.low)
+        if self.sampled:
+            self._sample.append(tokens[:: -(-tokens.shape[0] // self.sampled)].float())
         self.num_tokens += tokens.shape[0]
 
     def _add_drift(self, tokens: Tensor, reference: Tensor) -> Tensor:
@@ -101,6 +107,25 @@ class InputStatistics:
             _mirror(self.drift_H)
             self.H += self.drift_H
         _mirror(self.H)
+
+    def rescale_(self, scale: Tensor) -> None:
+        """Divide all inputs, as summed and sampled, by ``scale`` [K]."""
+        outer = scale.reciprocal().unsqueeze(1) * scale.reciprocal()
+        for matrix in (self.H, self.drift, self.drift_H):
+            if matrix is not None:
+                matrix *= outer
+        self.low, self.high = self.low / scale, self.high / scale
+        self._sample = [tokens / scale for tokens in self._sample]
+
+    @property
+    def absmax(self) -> Tensor:
+        """Largest magnitude of each channel, [K]."""
+        return torch.maximum(self.high, -self.low)
+
+    @property
+    def sample(self) -> Tensor:
+        """The tokens that were kept, [T, K] float32."""
+        return torch.cat(self._sample) if self._sample else self.low.new_zeros(0, len(self.low))
 
     @property
     def mean_square(self) -> Tensor:

@@ -114,6 +114,7 @@ def stream(
     recompute: bool = False,
     autocast: torch.dtype | None = None,
     exact: bool = True,
+    sampled: tuple[int, int] = (0, 0),
     device: torch.device | str | None = None,
     timings: dict[str, float] | None = None,
 ) -> list[str]:
@@ -134,6 +135,7 @@ def stream(
             forward time of a Llama (more where a block has more groups: routed experts), in less memory.
         autocast: What products are computed in (``torch.autocast``), or None: what the model is in.
         exact: As for :class:`InputStatistics`.
+        sampled: How many tokens of each micro-batch, and of each held-out one, are kept beside the sums.
         device: Where to sum; each layer's own device by default.
         timings: Seconds by part (``forward``, ``hessian``) are added here.
 
@@ -161,7 +163,7 @@ def stream(
                     other.go_on()
         met = other is not None and (other.waiting, other.visits[one.waiting]) == (one.waiting, one.visits[one.waiting])
         with _timed(timings, "hessian"):
-            statistics = _statistics(leaders[one.waiting], one, device, exact)
+            statistics = _statistics(leaders[one.waiting], one, device, exact, sampled)
             _add(statistics, one, other.input if met and other is not None else None)
         at_the_end = order[one.waiting] == last and one.visits[one.waiting] >= leaders[one.waiting].calls
         one.rest()
@@ -214,12 +216,15 @@ def block_of(name: str) -> str | None:
     return match[0] if match else None
 
 
-def _statistics(group: Group, one: Pass, device: torch.device | str | None, exact: bool) -> InputStatistics:
+def _statistics(
+    group: Group, one: Pass, device: torch.device | str | None, exact: bool, sampled: tuple[int, int]
+) -> InputStatistics:
     """Where the input that a pass waits with is summed."""
     assert one.input is not None
     name = "holdout" if one.held_out else "train"
     if getattr(group, name) is None:
-        setattr(group, name, InputStatistics(one.input.shape[-1], device or one.input.device, exact=exact))
+        where, kept = device or one.input.device, sampled[one.held_out]
+        setattr(group, name, InputStatistics(one.input.shape[-1], where, exact=exact, sampled=kept))
     statistics: InputStatistics = getattr(group, name)
     return statistics
 
