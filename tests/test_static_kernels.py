@@ -97,10 +97,11 @@ def test_some_kernels_compile_to_what_is_recorded(static: ModuleType) -> None:
         pytest.skip(f"triton {static.release()} is not in the record")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     some = ["sm_90 w4 bfloat16 (8x256|64x128) .* g128", "sm_80 w8 .* 16x256 .* channel", "sm_100 w4 .* 32x64 .* g32 asym"]
+    some += ["sm_90 w4 .* 16x256 .* g128 asm", "sm_80 w8 bfloat16 16x256 .* channel fp8", "sm_90 .* g64 dequantize nf4 nested"]
     only = f"^({'|'.join(some)}|.*w4 .* g64 dequantize|.*(one row|undivided|reduce))$"
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "static_kernels.py"), "--jobs", "1", "--only", only],
         env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) >= 1 + 8
+    assert len(done.stdout.splitlines()) >= 1 + 11

@@ -22,10 +22,11 @@ from torchq.algorithms.smoothquant import round_activations
 from torchq.architectures import find_folds
 from torchq.calibration.data import Batches
 from torchq.calibration.observers import static_qparams
+from torchq.calibration.packing import Batch
 from torchq.calibration.passes import eval_mode
 from torchq.calibration.smoothing import Fold, Smoothing
 from torchq.calibration.statistics import InputStatistics, multiplies_bfloat16
-from torchq.calibration.stream import Group, block_of, find_groups, num_tokens_of, stream
+from torchq.calibration.stream import Group, block_of, find_groups, first_sequence, num_tokens_of, stream
 from torchq.config import QuantConfig
 from torchq.linear import QuantizedWeight
 from torchq.matching import is_conv1d
@@ -36,6 +37,7 @@ from torchq.scheme import Scheme
 
 _RESIDUALS = 4  # tensors of the residual stream's size that a suspended pass of transformers' decoders holds
 _MOST_GROUPS = 8  # of a block: each costs another run of it, and with routed experts there may be hundreds
+_PROBED_TOKENS = 32  # that show where a model can be folded
 _SAMPLED_TOKENS = 512, 256  # kept of all, and of all held-out ones
 _SHARE_OF_MEMORY = 0.5  # of what is left, which what passes hold may take
 
@@ -156,9 +158,16 @@ def _smoothing(run: _Run, batches: Batches) -> Smoothing | None:
     if all(run.config.smoothing(scheme) is None for scheme in schemes.values()):
         return None
     begun = time.perf_counter()
-    found = find_folds(run.model, batches.train[0].inputs)
+    found = find_folds(run.model, _short(batches.train[0]))
     run.timings["folds"] = time.perf_counter() - begun
     return Smoothing(run.model, found, schemes, run.undo_log)
+
+
+def _short(batch: Batch) -> dict[str, Any]:
+    """The first tokens of a micro-batch's first sequence: where a model can be folded shows in a few."""
+    per_token = ("input_ids", "attention_mask", "position_ids", "decoder_input_ids")
+    first = first_sequence(batch)
+    return {name: value[:, :_PROBED_TOKENS] if name in per_token else value for name, value in first.items()}
 
 
 def _sampled(run: _Run, batches: Batches) -> tuple[int, int]:

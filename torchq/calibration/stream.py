@@ -85,11 +85,11 @@ def find_groups(
     handles = [module.register_forward_pre_hook(watch(name), with_kwargs=True) for name, module in layers.items()]
     try:
         with reduced(model, autocast), autocast_to(model, autocast), no_cache(model):
-            model(**_first_sequence(batch), **without_cache(model), **_few_logits(model))
+            model(**first_sequence(batch), **without_cache(model), **_few_logits(model))
     finally:
         for handle in handles:
             handle.remove()
-    num_tokens = max(num_tokens_of(Batch(_first_sequence(batch), None)), 1)
+    num_tokens = max(num_tokens_of(Batch(first_sequence(batch), None)), 1)
     last = {name: index for index, (name, _) in enumerate(calls)}
     groups: dict[tuple[Any, ...], Group] = {}
     for index, (name, key) in enumerate(calls):
@@ -268,7 +268,8 @@ def _few_logits(model: nn.Module) -> dict[str, Any]:
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
-def _first_sequence(batch: Batch) -> dict[str, Any]:
+def first_sequence(batch: Batch) -> dict[str, Any]:
+    """A batch's inputs, of its first sequence only."""
     rows = next(v.shape[0] for v in batch.inputs.values() if isinstance(v, Tensor) and v.ndim)
     return {
         key: value[:1] if isinstance(value, Tensor) and value.ndim and value.shape[0] == rows else value
