@@ -43,10 +43,14 @@ from torchq.sources import demo_model_path, load_source
 
 PEERS = Path(__file__).resolve().parent / "peers"
 RECIPES = {
-    "torchq": ("rtn", "gptq", "gptq_recompute", "auto"),
+    "torchq": ("rtn", "gptq", "gptq_recompute", "awq", "awq_gptq"),
     "llmcompressor": ("rtn", "gptq", "gptq_imatrix_mse", "awq"),
     "autoround": ("light",),
     "gptqmodel": ("gptq", "gptq_mse"),
+}
+INT8_RECIPES = {  # with --activation-bits 8
+    "torchq": ("rtn", "gptq", "smoothquant", "smoothquant_gptq"),
+    "llmcompressor": ("rtn", "gptq", "smoothquant_gptq"),
 }
 STDLIB = ("argparse", "calendar", "csv", "difflib", "heapq", "shutil", "statistics", "textwrap", "threading", "typing")
 ROWS = 64  # of logits that are in float32 probabilities at a time
@@ -101,6 +105,7 @@ def main() -> None:
         settings = {"model": folder.name} | _settings(arguments, rows)
         kind = f"w{arguments.bits}_{'channel' if arguments.group_size < 0 else f'g{arguments.group_size}'}"
         kind += "" if arguments.symmetric else "_asym"
+        kind = "w8a8" if arguments.activation_bits == 8 else kind
         save_results(
             f"quantize_{folder.name}_{kind}", settings | {"matmul_flops": rate, "results": results, "left_out": problems}
         )
@@ -114,11 +119,15 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--peer", nargs="+", action="extend", default=[], metavar="TOOL=PYTHON", help="a tool's interpreter")
     parser.add_argument("--recipes", nargs="+", metavar="TOOL=NAME,NAME", help="what to run; all by default")
     parser.add_argument("--symmetric", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--activation-bits", type=int, default=16, choices=(8, 16), help="8: W8A8, rows of int8 weights")
     parser.add_argument("--work", type=Path, help="folder for checkpoints and logs; a temporary one by default")
     arguments = parser.parse_args()
     arguments.pythons = {"torchq": sys.executable} | _pairs(parser, "--peer", arguments.peer)
     recipes = _pairs(parser, "--recipes", arguments.recipes or [])
-    arguments.recipes = {tool: tuple(names.split(",")) for tool, names in recipes.items()} or RECIPES
+    default = RECIPES if arguments.activation_bits == 16 else INT8_RECIPES
+    arguments.recipes = {tool: tuple(names.split(",")) for tool, names in recipes.items()} or default
+    if arguments.activation_bits == 8:
+        arguments.bits, arguments.group_size = 8, -1
     torch.set_num_threads(arguments.threads)
     return arguments
 
@@ -236,7 +245,7 @@ def _run_all(
 
 def _settings(arguments: argparse.Namespace, rows: list[list[int]]) -> dict[str, Any]:
     """What makes two runs comparable."""
-    names = ("bits", "group_size", "symmetric", "dtype", "threads")
+    names = ("bits", "group_size", "symmetric", "dtype", "threads") + (("activation_bits",) * (arguments.activation_bits == 8))
     digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
     return {name: getattr(arguments, name) for name in names} | {"calibration_tokens": sum(map(len, rows)), "tokens": digest}
 
@@ -252,6 +261,7 @@ def _run(arguments: argparse.Namespace, tool: str, recipe: str, model: Path, tok
         str(output),
     ]
     command += ["--recipe", recipe, "--bits", str(arguments.bits), "--group-size", str(arguments.group_size)]
+    command += ["--activation-bits", str(arguments.activation_bits)]
     command += ["--symmetric" if arguments.symmetric else "--no-symmetric"]
     command += ["--dtype", arguments.dtype, "--threads", str(arguments.threads)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -273,11 +283,12 @@ def _run(arguments: argparse.Namespace, tool: str, recipe: str, model: Path, tok
 
 
 def load_float32(folder: Path) -> nn.Module:
-    """Load a checkpoint of any of the tools as a plain model with the dequantized weights in float32."""
+    """Load a checkpoint of any of the tools in float32, with dequantized weights, or packed if it rounds activations."""
     settings = json.loads((folder / "config.json").read_text())["quantization_config"]
     if settings["quant_method"] == "gptq":
         return load_gptq(folder)
-    return load_pretrained(folder, dequantize=True, dtype=torch.float32)
+    rounds = any(group.get("input_activations") for group in settings["config_groups"].values())
+    return load_pretrained(folder, dequantize=not rounds, dtype=torch.float32)
 
 
 def checkpoint_bytes(folder: Path) -> int:
@@ -358,6 +369,7 @@ def _print(
     rows += [[name, "left out" if problem.startswith("left") else "failed"] + [""] * 7 for name, problem in problems.items()]
     columns = ["tool-recipe", "s + saving", "peak MB", "bytes", "text", "KL", "99 % KL", "flips", "perplexity"]
     shape = f"W{arguments.bits}A16, groups of {arguments.group_size}, {'' if arguments.symmetric else 'a'}symmetric"
+    shape = "W8A8" if arguments.activation_bits == 8 else shape
     data = f"{arguments.samples} x {arguments.length} tokens, {arguments.threads} threads of {machine()['processor']}"
     print_table(f"{model}, {shape}, {data}", columns, rows)
     for name, problem in problems.items():

@@ -62,6 +62,13 @@ def quantize_activations(tokens: Tensor, input_scale: Tensor | None, dynamic_gro
     return (groups / scale.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX).flatten(1).to(FP8), scale
 
 
+def round_activations(x: Tensor, input_scale: Tensor | None, dynamic_group: int) -> Tensor:
+    """Activations [..., K] rounded to fp8 and multiplied by their scales again, in their own dtype."""
+    values, scale = quantize_activations(x.reshape(-1, x.shape[-1]), input_scale, dynamic_group)
+    scaled = values.float().unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(-1)
+    return scaled.to(x.dtype).view(x.shape)
+
+
 @register_op("torchq::fp8_linear")
 def fp8_linear(
     x: Tensor,

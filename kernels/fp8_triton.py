@@ -4,7 +4,7 @@ Shapes: M tokens, N out_features, K in_features, G = K / group_size (1 for scale
 
     y[m, n] = sum_k x[m, k] * fp8(word)[n, k] * scale[k // group_size, n] + bias[n]
 
-where x is rounded to fp8 and multiplied by its own scales first, if it has any (:func:`torchq.kernels.fp8.quantize_activations`).
+where x is rounded to fp8 and multiplied by its own scales first, if it has any (:func:`torchq.kernels.fp8.round_activations`).
 Layout and kernels: :mod:`torchq.kernels.words_triton`.
 """
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq.kernels.fp8 import quantize_activations
+from torchq.kernels.fp8 import round_activations
 from torchq.kernels.registration import register_op
 from torchq.kernels.wna16_triton import check_words
 from torchq.kernels.words_triton import dequantize_words_ref, input_grad_words, linear_words
@@ -30,11 +30,7 @@ def fp8_triton_ref(
 
 def _rounded(x: Tensor, input_scale: Tensor | None, dynamic_group: int) -> Tensor:
     """Activations as a multiplication in fp8 would see them, in their own dtype."""
-    if input_scale is None and dynamic_group < 0:
-        return x
-    values, scale = quantize_activations(x.reshape(-1, x.shape[-1]), input_scale, dynamic_group)
-    scaled = values.float().unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(-1)
-    return scaled.to(x.dtype).view(x.shape)
+    return x if input_scale is None and dynamic_group < 0 else round_activations(x, input_scale, dynamic_group)
 
 
 @register_op("torchq::fp8_triton")

@@ -35,6 +35,7 @@ WEIGHT_ONLY = {
 }
 QUANTIZED_ACTIVATIONS = {
     "W8A8": resolve_scheme("W8A8"),
+    "W4AFP8": resolve_scheme("W4AFP8"),
     "FP8_DYNAMIC": resolve_scheme("FP8_DYNAMIC"),
     "FP8_BLOCK": resolve_scheme("FP8_BLOCK"),
     "FP8-static": resolve_scheme("FP8"),

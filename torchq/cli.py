@@ -81,7 +81,13 @@ def quantize(
     override: Annotated[
         list[str] | None, typer.Option(help="PATTERN=SCHEME (or PATTERN=none) for some modules. Repeatable.")
     ] = None,
-    algorithm: Annotated[str, typer.Option(help="auto (GPTQ where there is calibration data), rtn or gptq.")] = "auto",
+    algorithm: Annotated[
+        str,
+        typer.Option(
+            help="auto (GPTQ where there is calibration data), rtn, gptq, awq, smoothquant, or one that scales, one that rounds: "
+            "awq,gptq."
+        ),
+    ] = "auto",
     calibration: Annotated[
         str | None,
         typer.Option(help="Texts or chats to calibrate on: a .txt, .jsonl, .json, .csv or .parquet file, or a folder."),
@@ -103,7 +109,7 @@ def quantize(
 
     config = QuantConfig(
         scheme,
-        algorithm=algorithm,
+        algorithm=algorithm.split(",") if "," in algorithm else algorithm,
         group_size=group_size,
         targets=tuple(target or ("Linear",)),
         ignore=DEFAULT_IGNORE if ignore is None else tuple(ignore),

@@ -7,7 +7,7 @@ other devices give the canonical one back bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -101,8 +101,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, kernel: _Kernel, *tensors: Tensor | None) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.kernel = kernel
-        y: Tensor = kernel.forward(x, *tensors, bias, *kernel.settings)
-        return y
+        return kernel(x, tensors, bias)
 
     @staticmethod
     @once_differentiable
@@ -119,6 +118,13 @@ class _Kernel(NamedTuple):
     forward: OpOverload
     input_grad: OpOverload
     settings: tuple[int, ...] = ()
+    rounds: bool = False  # activations to fp8 first
+
+    def __call__(self, x: Tensor, tensors: Iterable[Tensor | None], bias: Tensor | None) -> Tensor:
+        """Multiply."""
+        x = fp8.round_activations(x, None, 0) if self.rounds else x
+        y: Tensor = self.forward(x, *tensors, bias, *self.settings)
+        return y
 
 
 class QuantLinear(nn.Module):
@@ -222,19 +228,20 @@ class QuantLinear(nn.Module):
         kernel, tensors = self._kernel()
         if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
             return _Linear.apply(x, bias, kernel, *tensors)  # type: ignore[no-untyped-call]
-        return kernel.forward(x, *tensors, bias, *kernel.settings)
+        return kernel(x, tensors, bias)
 
     def _kernel(self) -> tuple[_Kernel, tuple[Tensor | None, ...]]:
         """What multiplies by the weight as it lies in memory, and its tensors."""
         buffers, args = self._buffers, self.scheme.weights  # the dict: attribute look-ups of a Module cost microseconds
         if self.scheme.format == "pack-quantized":
-            settings = args.num_bits, args.group_size or self.in_features
+            settings = (args.num_bits, args.group_size or self.in_features), self.scheme.input_activations is not None
             if "weight_planes" in buffers:
-                return _Kernel(_OPS.wna16_cpu.default, _OPS.wna16_cpu_input_grad.default, settings), _of(buffers, layouts.PLANES)
+                ops = _OPS.wna16_cpu.default, _OPS.wna16_cpu_input_grad.default
+                return _Kernel(*ops, *settings), _of(buffers, layouts.PLANES)
             if "weight_words" in buffers:
                 ops = _OPS.wna16_triton.default, _OPS.wna16_triton_input_grad.default
-                return _Kernel(*ops, settings), _of(buffers, layouts.WORDS)
-            kernel = _Kernel(_OPS.wna16.default, _OPS.wna16_input_grad.default, settings)
+                return _Kernel(*ops, *settings), _of(buffers, layouts.WORDS)
+            kernel = _Kernel(_OPS.wna16.default, _OPS.wna16_input_grad.default, *settings)
             return kernel, (buffers["weight_packed"], buffers["weight_scale"], buffers.get("weight_zero_point"))
         input_scale, zero_point = buffers.get("input_scale"), buffers.get("input_zero_point")
         if args.type == "int":

@@ -119,11 +119,14 @@ class Scheme:
         if self.weights.dynamic or self.weights.strategy == "token":
             raise ValueError("weights are quantized once: use dynamic=False and a strategy other than 'token'")
         acts = self.input_activations
-        if acts is not None:
+        if acts is not None and self.rounds_packed:
+            self._check_packed_activations(acts)
+        elif acts is not None:
             if self.weights.type != acts.type:
                 raise ValueError(
                     f"weights of type={self.weights.type!r} with input_activations of type={acts.type!r} are not supported; "
-                    "supported: int8 weights with int8 activations, fp8 weights with fp8 activations, or weight-only"
+                    "supported: int8 weights with int8 activations, fp8 weights with fp8 activations, int4 weights with fp8 "
+                    "activations, or weight-only"
                 )
             if acts.num_bits != 8 or self.weights.num_bits != 8:
                 raise ValueError(
@@ -153,6 +156,20 @@ class Scheme:
         if self.weights.type == "float" and self.weights.strategy == "group":
             raise ValueError("fp8 weights need strategy='tensor', 'channel' or 'block'; vLLM reads no fp8 groups")
 
+    def _check_packed_activations(self, acts: QuantArgs) -> None:
+        """VLLM's kernel takes these alone."""
+        weights = self.weights
+        if not (weights.symmetric and weights.strategy == "group" and weights.group_size == 128):
+            raise ValueError("int4 weights with fp8 activations must be symmetric in groups of 128")
+        if not (acts.dynamic and acts.strategy == "token"):
+            raise ValueError("fp8 activations of int4 weights must be dynamic with strategy='token'")
+
+    @property
+    def rounds_packed(self) -> bool:
+        """Whether activations are rounded to fp8 that meet packed int4 weights (W4AFP8)."""
+        acts = self.input_activations
+        return acts is not None and acts.type == "float" and self.weights.type == "int" and self.weights.num_bits == 4
+
     @property
     def format(self) -> str:
         """compressed-tensors format of this scheme's tensors on disk."""
@@ -170,7 +187,7 @@ def format_of(scheme: Scheme) -> str:
     vLLM asserts on int8 weight-only checkpoints in any format but ``pack-quantized``.
     """
     if scheme.weights.type == "int":
-        return "pack-quantized" if scheme.input_activations is None else "int-quantized"
+        return "pack-quantized" if scheme.input_activations is None or scheme.rounds_packed else "int-quantized"
     return "naive-quantized" if scheme.input_activations is None else "float-quantized"
 
 
@@ -188,6 +205,7 @@ def _named_schemes() -> dict[str, Scheme]:
     fp8_group = QuantArgs(8, "float", strategy="group", group_size=128, dynamic=True)
     return schemes | {
         "W8A8": Scheme(QuantArgs(8, strategy="channel"), int8_token, "W8A8"),
+        "W4AFP8": Scheme(QuantArgs(4, group_size=128), fp8_token, "W4AFP8"),
         "FP8": Scheme(fp8_tensor, fp8_tensor, "FP8"),
         "FP8_DYNAMIC": Scheme(fp8_channel, fp8_token, "FP8_DYNAMIC"),
         "FP8_BLOCK": Scheme(fp8_block, fp8_group, "FP8_BLOCK"),
@@ -197,7 +215,7 @@ def _named_schemes() -> dict[str, Scheme]:
 SCHEMES: dict[str, Scheme] = _named_schemes()
 """The named schemes. Group schemes have group_size 128 unless ``QuantConfig(group_size=...)`` says otherwise."""
 
-PLANNED_SCHEMES = ("W4AFP8", "NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP8", "NF4")
+PLANNED_SCHEMES = ("NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP8", "NF4")
 
 
 def resolve_scheme(scheme: str | Scheme, group_size: int | None = None, symmetric: bool | None = None) -> Scheme:

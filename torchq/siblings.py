@@ -79,7 +79,7 @@ class Siblings:
             bias = torch.cat(parts)
         kernel, mine = self.members[0]._kernel()
         tensors = self.tensors + mine[len(self.tensors) :]
-        y = kernel.forward(x, *tensors, bias, *kernel.settings)
+        y = kernel(x, tensors, bias)
         return dict(zip(self.members, y.split([member.out_features for member in self.members], dim=-1), strict=True))
 
 

@@ -65,6 +65,7 @@ def parse(recipes: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--recipe", choices=list(recipes), default=recipes[0])
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=128, help="-1 for one scale per row")
+    parser.add_argument("--activation-bits", type=int, default=16, choices=(8, 16), help="8: int8, a scale per token")
     parser.add_argument("--symmetric", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--dtype", default="auto", help="dtype to load the model in: auto, bfloat16, float32")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

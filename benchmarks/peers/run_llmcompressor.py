@@ -1,4 +1,7 @@
-"""llm-compressor: round-to-nearest, GPTQ, GPTQ with importance-weighted scales, AWQ. Arguments: see ``peer.py``."""
+"""llm-compressor: round-to-nearest, GPTQ, GPTQ with importance-weighted scales, AWQ, SmoothQuant before GPTQ.
+
+Arguments: see ``peer.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from peer import load_model, run
 
-RECIPES = ("rtn", "gptq", "gptq_imatrix_mse", "awq")
+RECIPES = ("rtn", "gptq", "gptq_imatrix_mse", "awq", "smoothquant_gptq")
 
 
 def quantize(arguments: argparse.Namespace, loaded: tuple[Any, Any]) -> tuple[Any, dict[str, Any]]:
@@ -42,9 +45,17 @@ def recipe_of(arguments: argparse.Namespace) -> list[Any]:
         group_size=arguments.group_size if grouped else None,
         **({"observer": "imatrix_mse"} if arguments.recipe == "gptq_imatrix_mse" else {}),
     )
-    settings = {"config_groups": {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}, "ignore": ["lm_head"]}
+    acts = None
+    if arguments.activation_bits == 8:
+        acts = QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="token", dynamic=True)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=acts)
+    settings = {"config_groups": {"group_0": scheme}, "ignore": ["lm_head"]}
     if arguments.recipe.startswith("gptq"):
         return [GPTQModifier(**settings)]
+    if arguments.recipe == "smoothquant_gptq":
+        from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+
+        return [SmoothQuantModifier(smoothing_strength=0.8), GPTQModifier(**settings)]
     if arguments.recipe == "awq":
         from llmcompressor.modifiers.transform.awq import AWQModifier
         from llmcompressor.pipelines.cache import IntermediatesCache

@@ -1,6 +1,6 @@
 """torchq itself, through the same door as its peers. Arguments: see ``peer.py``.
 
-A recipe is the name of an algorithm, or ``gptq_recompute``: GPTQ in less memory.
+A recipe is the name of an algorithm, or of two, one after the other (``awq_gptq``), or ``gptq_recompute``: GPTQ in less memory.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from peer import load_model, run
 
 from torchq import QuantConfig, quantize_, save_pretrained
 
-RECIPES = ("rtn", "gptq", "gptq_recompute", "auto")
+RECIPES = ("rtn", "gptq", "gptq_recompute", "auto", "awq", "awq_gptq", "smoothquant", "smoothquant_gptq")
 
 
 def quantize(arguments: argparse.Namespace, loaded: tuple[Any, Any]) -> tuple[Any, dict[str, Any]]:
     """Quantize all Linear layers but the output embedding."""
     model, tokenizer = loaded
+    weight_only = arguments.activation_bits == 16
     config = QuantConfig(
-        f"W{arguments.bits}A16",
-        group_size=arguments.group_size,
-        symmetric=arguments.symmetric,
-        algorithm=arguments.recipe.removesuffix("_recompute"),
+        f"W{arguments.bits}A{arguments.activation_bits}",
+        group_size=arguments.group_size if weight_only else None,
+        symmetric=arguments.symmetric if weight_only else None,
+        algorithm=arguments.recipe.removesuffix("_recompute").split("_"),
         recompute=True if arguments.recipe.endswith("_recompute") else None,
     )
     operations = _operations(arguments, model) if arguments.recipe != "rtn" else {}

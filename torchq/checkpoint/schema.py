@@ -199,6 +199,8 @@ def _scheme_name(group: Mapping[str, Any]) -> str:
     weights, activations = group["weights"], group.get("input_activations")
     if weights.get("type", "int") == "int":
         suffix = "" if weights.get("symmetric", True) else "_ASYM"
+        if activations and activations.get("type", "int") == "float":
+            return f"W{weights.get('num_bits', 8)}AFP8{suffix}"
         return f"W{weights.get('num_bits', 8)}A{'16' if not activations else activations.get('num_bits', 8)}{suffix}"
     if not activations:
         return "FP8_WEIGHT_ONLY"
