@@ -189,18 +189,7 @@ def _solve_group(run: _Run, group: Group) -> None:
     run.block = block
     parts = _alike(run, group)
     fold = _propose(run, group, parts)
-    solved = _round(run, group, parts, None, last=fold is None)
-    if fold is not None and run.smoothing is not None:
-        for statistics in (group.train, group.holdout):
-            if statistics is not None:
-                statistics.rescale_(fold.columns)
-        folded = _round(run, group, parts, fold, last=True)
-        error, before = (sum(one.error for one in some) for some in (folded, solved))
-        if error < before:
-            run.smoothing.accept(fold, error, before)
-            solved = folded
-        else:
-            run.smoothing.reject(fold, error, before)
+    solved = _round(run, group, parts) if fold is None else _round_with(run, group, parts, fold)
     seconds = (time.perf_counter() - begun) / max(len(solved), 1)
     for one in solved:
         if run.config.propagate == "true_sequential":
@@ -253,13 +242,51 @@ class _Rounded:
     error: float
 
 
-def _round(run: _Run, group: Group, parts: list[_Part], fold: Fold | None, *, last: bool) -> list[_Rounded]:
-    """Round all layers of a group; with a fold, scaled, as the statistics are then. ``last``: drift is not needed again."""
+def _round_with(run: _Run, group: Group, parts: list[_Part], fold: Fold) -> list[_Rounded]:
+    """Round all layers of a group with and without a fold, and keep what has less error.
+
+    Rounding to nearest does so with the sampled rows that errors are of; GPTQ with all, most of its work being the same for any.
+    """
+    assert run.smoothing is not None
+    row_by_row = all(isinstance(part.recipe, RTN) and part.scheme.weights.strategy in ("group", "channel") for part in parts)
+    results = [_round(run, group, parts, last=False, sampled=row_by_row)]
+    _rescale(group, fold.columns)
+    results.append(_round(run, group, parts, fold, sampled=row_by_row))
+    before, error = (sum(one.error for one in result) for result in results)
+    better = error < before
+    (run.smoothing.accept if better else run.smoothing.reject)(fold, error, before)
+    if not row_by_row:
+        return results[better]
+    if not better:
+        _rescale(group, 1 / fold.columns)
+    return _round(run, group, parts, fold if better else None)
+
+
+def _rescale(group: Group, columns: Tensor) -> None:
+    for statistics in (group.train, group.holdout):
+        if statistics is not None:
+            statistics.rescale_(columns)
+
+
+def _round(
+    run: _Run, group: Group, parts: list[_Part], fold: Fold | None = None, *, last: bool = True, sampled: bool = False
+) -> list[_Rounded]:
+    """Round all layers of a group.
+
+    Args:
+        run: The run.
+        group: With its statistics: of scaled inputs with a fold.
+        parts: Its layers.
+        fold: Whose scales the weights are multiplied by first.
+        last: Whether drift is not needed again.
+        sampled: Whether to round no more rows than errors are judged by.
+    """
     assert group.train is not None
     solver, rounded = None, []
     columns = None if fold is None else fold.columns
     for index, part in enumerate(parts):
         weights = [_matrix(plan.module) for plan in part.plans]
+        weights = [weight[sample_rows(weight)] for weight in weights] if sampled else weights
         dtype, device = weights[0].dtype, run.device or weights[0].device
         stacked = torch.cat([weight.to(device) for weight in weights])
         stacked = stacked if columns is None else stacked.float() * columns
