@@ -34,8 +34,8 @@ class QuantConfig:
 
     Attributes:
         scheme: A name (``"W4A16"``, ``"W8A8"``, ...) or a :class:`torchq.scheme.Scheme`.
-        algorithm: ``"auto"`` (the best recipe for the scheme: GPTQ for integer weights where there is calibration data, else
-            RTN), ``"rtn"``, ``"gptq"``, ``"awq"``, ``"smoothquant"``, one of them with settings (:class:`RTN`, :class:`GPTQ`,
+        algorithm: ``"auto"`` (the best recipe for the scheme: where there is calibration data GPTQ for integer weights, after
+            SmoothQuant for int8 activations; else RTN), ``"rtn"``, ``"gptq"``, ``"awq"``, ``"smoothquant"``, one of them with settings (:class:`RTN`, :class:`GPTQ`,
             :class:`AWQ`, :class:`SmoothQuant`), or a sequence of two: one that scales, one that rounds, such as
             ``[AWQ(), GPTQ()]``. One that scales is followed by RTN where nothing else is said; a scale that does not lower the
             error on held-out tokens is undone.
@@ -136,8 +136,11 @@ class QuantConfig:
         by_columns = weights.type == "int" and weights.strategy in ("group", "channel")
         return GPTQ() if self.algorithm == "auto" and calibrated and by_columns else RTN()
 
-    def smoothing(self, scheme: Scheme) -> AWQ | SmoothQuant | None:
+    def smoothing(self, scheme: Scheme, calibrated: bool = True) -> AWQ | SmoothQuant | None:
         """Return what scales layers of ``scheme`` before they are rounded, if anything does."""
+        acts = scheme.input_activations
+        if self.algorithm == "auto":
+            return SmoothQuant() if calibrated and acts is not None and acts.type == "int" else None
         return next((step for step in self._steps if isinstance(step, (AWQ, SmoothQuant))), None)
 
     @property

@@ -179,7 +179,7 @@ def _check_recipes(todo: list[LayerPlan], recipes: dict[int, RTN | GPTQ], config
     """Check that each layer's algorithm has the data it needs and knows the layer's scheme."""
     for plan in todo:
         assert plan.scheme is not None
-        smoothing = config.smoothing(plan.scheme)
+        smoothing = config.smoothing(plan.scheme, calibration is not None)
         if smoothing is None:
             continue
         name = type(smoothing).__name__.lower()
@@ -234,7 +234,7 @@ def _describe(todo: list[LayerPlan], recipes: dict[int, RTN | GPTQ], config: Qua
         if isinstance(recipe, GPTQ):
             damping = "held-out" if recipe.dampening_frac is None else f"{recipe.dampening_frac:g}"
             name = f"GPTQ, {search} scales, {damping} damping"
-        smoothing = config.smoothing(plan.scheme)
+        smoothing = config.smoothing(plan.scheme, batches is not None)
         if smoothing is not None:
             name = f"{type(smoothing).__name__}, {name}"
         if batches is not None and _uses_data(plan, recipe, config):

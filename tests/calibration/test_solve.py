@@ -126,7 +126,10 @@ def test_auto_takes_gptq_for_integers_with_data_and_rounds_the_rest() -> None:
     assert by_name["model.layers.0.mlp.down_proj"].output_error is None
     assert by_name["model.layers.0.self_attn.o_proj"].dampening_frac is not None
     assert by_name["model.layers.0.self_attn.q_proj"].dampening_frac is not None
-    assert report.algorithm == "GPTQ, mse scales, held-out damping on 144 tokens; RTN, absmax scales"
+    gptq = "GPTQ, mse scales, held-out damping on 144 tokens"
+    assert report.algorithm == f"{gptq}; SmoothQuant, {gptq}; RTN, absmax scales"
+    assert any("model.layers.0.self_attn.o_proj" in fold.consumers and fold.status != "refused" for fold in report.folds)
+    assert not any("q_proj" in name for fold in report.folds if fold.status == "folded" for name in fold.consumers)
 
 
 def test_the_scales_of_rtn_look_at_the_data() -> None:

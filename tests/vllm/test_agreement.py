@@ -29,7 +29,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from torchq import QuantConfig, QuantLinear, load_pretrained, numerics, quantize_, save_pretrained
+from torchq import QuantArgs, QuantConfig, QuantLinear, Scheme, load_pretrained, numerics, quantize_, save_pretrained
+from torchq.calibration.data import CalibrationData
+from torchq.evaluation.divergence import english_text
 from torchq.model_utils import set_module
 from torchq.testing import smollm2
 
@@ -50,6 +52,9 @@ PROMPTS = [
 ]
 
 
+STATIC = Scheme(QuantArgs(8, strategy="channel"), QuantArgs(8, strategy="tensor"), "W8A8-static")
+
+
 @dataclass(frozen=True)
 class Case:
     """A checkpoint: how it is quantized, from a model of which dtype, how it is saved."""
@@ -57,6 +62,7 @@ class Case:
     config: QuantConfig
     dtype: torch.dtype = torch.bfloat16
     int4: bool = True  # whether vLLM needs its int4 kernel
+    calibrated: bool = False
     save: dict[str, Any] = field(default_factory=dict)
 
 
@@ -71,6 +77,10 @@ CASES = {
     "W4A16-g64-but-first-block": Case(QuantConfig("W4A16", group_size=64, ignore=["lm_head", r"re:.*layers\.0\..*"])),
     "W8A8-last-block": Case(QuantConfig("W8A8", ignore=["lm_head", r"re:.*layers\.(?!29\.)"]), int4=False),
     "W8A8-attention-W4A16-mlp": Case(QuantConfig("W4A16", group_size=64, overrides={"re:.*self_attn.*": "W8A8"})),
+    "W4A16-g64-awq": Case(QuantConfig("W4A16", group_size=64, algorithm="awq"), calibrated=True),
+    "W8A8-smoothed": Case(QuantConfig("W8A8"), int4=False, calibrated=True),
+    "W8A8-static": Case(QuantConfig(STATIC), int4=False, calibrated=True),
+    "FP8-static": Case(QuantConfig("FP8"), int4=False, calibrated=True),
     "four-schemes": Case(
         QuantConfig(
             "W4A16",
@@ -98,7 +108,8 @@ def build(tmp_path_factory) -> Callable[[str], Path]:
         if not (folder / name).exists():
             case = CASES[name]
             model = copy.deepcopy(original).to(case.dtype)
-            quantize_(model, case.config, progress=False)
+            data = CalibrationData(english_text(), num_samples=8, max_length=64) if case.calibrated else None
+            quantize_(model, case.config, calibration=data, tokenizer=tokenizer, progress=False)
             save_pretrained(model, folder / name, tokenizer=tokenizer, **case.save)
         return folder / name
 
@@ -127,13 +138,17 @@ class ReferenceLinear(nn.Module):
         super().__init__()
         q, scale, zero_point = layer.quantized_tensors()
         self.exact = numerics.dequantize(q, scale.float(), zero_point, layer.scheme.weights)  # no parameter: casts pass it by
-        self.activations = layer.scheme.input_activations
+        self.activations, self.input_scale = layer.scheme.input_activations, layer._buffers.get("input_scale")
         assert layer.bias is None, "SmolLM2 has no biases"
 
     def forward(self, x: Tensor) -> Tensor:
         if self.activations is None:
             return nn.functional.linear(x, self.exact.to(x.dtype))
         largest, x32 = x.float().abs().amax(-1, keepdim=True), x.float()
+        if self.input_scale is not None:
+            low, high = (-128, 127) if self.activations.type == "int" else (-448, 448)
+            largest = self.input_scale.float() * high
+            x32 = torch.minimum(torch.maximum(x32, self.input_scale.float() * low), largest)
         if self.activations.type == "int":
             x32 = torch.round(x32 / (largest / 127)) * (largest / 127)
         else:
