@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,7 +70,7 @@ class Block:
         memo: dict[int, Any] = {id(p): nn.Parameter(_float32(p.detach()), requires_grad=False) for p in module.parameters()}
         memo |= {id(buffer): _float32(buffer) for buffer in module.buffers()}
         self.module = copy.deepcopy(module, memo).eval()
-        self._call = tree_map(_float32, call)
+        self._call = _mapped(_float32, call)
         self.owners = self._owners()
         self.readers: dict[str, Reader] = {}  # filled by runs that are cut
         self._noise: dict[tuple[Any, ...], Tensor] = {}
@@ -80,15 +80,15 @@ class Block:
     @torch.no_grad()
     def run(self) -> list[Tensor]:
         """Run the block as it is; returns its outputs, and what it put into containers it was given (keys and values, say)."""
-        args, kwargs = call = tree_map(_copy, self._call)
-        given = {id(x) for x in tree_leaves(call)}
+        args, kwargs = call = _mapped(_copy, self._call)
+        given = {id(x) for x in _leaves(call)}
         precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")  # with TF32 every pair would look inexact
         try:
             output = self.module(*args, **kwargs)
         finally:
             torch.set_float32_matmul_precision(precision)
-        return [x for x in tree_leaves((output, args, kwargs)) if isinstance(x, Tensor) and id(x) not in given]
+        return [x for x in _leaves((output, args, kwargs)) if isinstance(x, Tensor) and id(x) not in given]
 
     def cut(self, producer: str | None = None, code: Tensor | None = None) -> Trace:
         """Run the block cut at its weights, with what ``producer`` makes multiplied by ``code`` [N].
@@ -300,7 +300,7 @@ def record(model: nn.Module, blocks: Mapping[str, nn.Module], batch: Mapping[str
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
             if name not in calls:  # a copy, since blocks may write to what they are given
-                calls[name] = tree_map(_copy, (args, kwargs))
+                calls[name] = _mapped(_copy, (args, kwargs))
 
         handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     try:
@@ -331,6 +331,29 @@ def _random_batch(model: nn.Module) -> dict[str, Tensor]:
 def _may_be_norm(module: nn.Module) -> bool:
     parameters = dict(module.named_parameters())
     return parameters.keys() in ({"weight"}, {"weight", "bias"}) and all(p.ndim == 1 for p in parameters.values())
+
+
+def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """``tree_map`` into new containers, also of kinds that PyTorch takes for leaves (transformers' ``KVSharingDict``)."""
+
+    def at(leaf: Any) -> Any:
+        if not isinstance(leaf, MutableMapping):
+            return function(leaf)
+        result = copy.copy(leaf)
+        for key, value in leaf.items():
+            result[key] = _mapped(function, value)
+        return result
+
+    return tree_map(at, tree)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """``tree_leaves``, also of such containers."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, MutableMapping):
+            yield from _leaves(list(leaf.values()))
+        else:
+            yield leaf
 
 
 def _copy(x: Any) -> Any:

@@ -101,13 +101,19 @@ class Smoothing:
             s, ratio = awq.search_scale(weight, train.H, train.num_tokens, columns, c, scheme, settings)
         else:
             s, ratio = smoothquant.search_scale(weight, train.absmax, train.sample, columns, c, scheme, settings)
-        if bool((s == 1).all()):
-            self._report(pair, "undone", reason="no scales lower the error")
-            return None
         if others or (pair.producer.kind == "linear" and pair.producer.name not in self.quantized):
             s = torch.exp2(s.log2().round())  # 16-bit matrices take powers of two without rounding
+        if bool((s == s[0]).all()):
+            self._report(pair, "undone", reason="no scales lower the error")
+            return None
         effective = effective_scale(self.model, pair.producer, s).to(weight.device)
         return Fold(pair, s, effective, column_scale(first, effective), others, ratio)
+
+    def refuse(self, group: Group, reason: str) -> None:
+        """Report why a group's scales are not searched."""
+        pair = self._pair_of(group)
+        if pair is not None:
+            self._report(pair, "refused", reason=reason)
 
     def accept(self, fold: Fold, error: float, before: float) -> None:
         """Carry a fold out at :meth:`apply`; errors of the group's outputs with and without."""

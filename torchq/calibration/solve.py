@@ -184,8 +184,8 @@ def _solve_group(run: _Run, group: Group) -> None:
     if group.train.num_tokens == 0:
         raise ValueError(f"calibration: no token that counts reaches {list_names(group.names)} (all are padding)")
     block = block_of(group.names[0])
-    if block != run.block or block is None:
-        _finish_pending(run)
+    if block != run.block or (block is None and run.smoothing is None):  # folds outside blocks may reach through the whole model
+        _finish_pending(run, of_block=True)
     run.block = block
     parts = _alike(run, group)
     fold = _propose(run, group, parts)
@@ -206,8 +206,11 @@ def _propose(run: _Run, group: Group, parts: list[_Part]) -> Fold | None:
     scheme = parts[0].scheme
     settings = run.config.smoothing(scheme)
     whole = sum(len(part.plans) for part in parts) == len(group.names)
-    if settings is None or not whole or any(part.scheme != scheme for part in parts):
-        return None  # of several schemes, or partly solved before
+    if settings is None:
+        return None
+    if not whole or any(part.scheme != scheme for part in parts):
+        run.smoothing.refuse(group, f"{list_names(group.names)} have several schemes, or are in part quantized already")
+        return None
     weight = torch.cat([_matrix(plan.module).to(run.device or part.device) for part in parts for plan in part.plans])
     return run.smoothing.propose(group, weight, scheme, settings)
 
@@ -309,7 +312,8 @@ def _round(
         for plan, weight, goal, piece in pieces:
             solved, error = _judge(group, weight, goal, piece, static, columns, fraction, note)
             if static[0] is not None:
-                packed = replace(piece, input_scale=static[0].to(dtype), input_zero_point=static[1])
+                smallest = torch.finfo(dtype).tiny  # of inputs that are all 0, the scale would be 0 in float16
+                packed = replace(piece, input_scale=static[0].clamp_min(smallest).to(dtype), input_zero_point=static[1])
                 solved = replace(solved, quantized=packed)
             rounded.append(_Rounded(plan, solved, columns, error))
     return rounded
@@ -435,8 +439,12 @@ def _install(run: _Run, rounded: _Rounded) -> None:
         module._parameters["weight"] = parameter
 
 
-def _finish_pending(run: _Run) -> None:
-    """Swap packed layers in, and carry folds out; no forward pass is inside the block."""
+def _finish_pending(run: _Run, *, of_block: bool = False) -> None:
+    """Carry folds out, and swap packed layers in: all, or those of the block that passes have just left.
+
+    Layers of later blocks that were solved with it (cross attention, which reads what that of the first decoder block reads)
+    wait for the end of their own, whose folds may divide them.
+    """
     if run.smoothing is not None:
         waiting = {name: solved.quantized for plan, solved in run.pending for name in plan.modules}
         changed = run.smoothing.apply(waiting)
@@ -444,11 +452,12 @@ def _finish_pending(run: _Run) -> None:
             new = next((changed[name] for name in plan.modules if name in changed), None)
             if new is not None:
                 run.pending[index] = plan, replace(solved, quantized=new)
-    for plan, solved in run.pending:
+    left = [one for one in run.pending if of_block and block_of(one[0].names[0]) != run.block]
+    for plan, solved in [one for one in run.pending if one not in left]:
         for name in plan.modules:
             run.layers.pop(name, None)  # and with it the weight
         run.finish(plan, solved)
-    run.pending.clear()
+    run.pending = left
 
 
 def _split(quantized: QuantizedWeight, sizes: list[int]) -> list[QuantizedWeight]:
