@@ -35,10 +35,10 @@ class QuantConfig:
     Attributes:
         scheme: A name (``"W4A16"``, ``"W8A8"``, ...) or a :class:`torchq.scheme.Scheme`.
         algorithm: ``"auto"`` (the best recipe for the scheme: where there is calibration data GPTQ for integer weights, after
-            SmoothQuant for int8 activations; else RTN), ``"rtn"``, ``"gptq"``, ``"awq"``, ``"smoothquant"``, one of them with settings (:class:`RTN`, :class:`GPTQ`,
-            :class:`AWQ`, :class:`SmoothQuant`), or a sequence of two: one that scales, one that rounds, such as
-            ``[AWQ(), GPTQ()]``. One that scales is followed by RTN where nothing else is said; a scale that does not lower the
-            error on held-out tokens is undone.
+            SmoothQuant for int8 activations; else RTN), ``"rtn"``, ``"gptq"``, ``"awq"``, ``"smoothquant"``, one of them with
+            settings (:class:`RTN`, :class:`GPTQ`, :class:`AWQ`, :class:`SmoothQuant`), or a sequence of two: one that scales,
+            one that rounds, such as ``[AWQ(), GPTQ()]``. One that scales is followed by RTN where nothing else is said; a scale
+            that does not lower the error on held-out tokens is undone.
         group_size: Weights along in_features that share a scale; -1 for one group per row; None for the scheme's own.
         symmetric: Whether the weights go without zero points; None for the scheme's own.
         targets: Which modules to quantize.

@@ -122,7 +122,8 @@ def quantize_(
                 entries[plan.names[0]] = _quantize_layer(model, plan, recipes[id(plan)], device, undo_log)
                 advance()
             if batches is not None and calibrated:
-                from torchq.calibration.solve import Solved, quantize_calibrated
+                from torchq.calibration.rounding import Solved
+                from torchq.calibration.solve import quantize_calibrated
 
                 def finish(plan: LayerPlan, solved: Solved) -> None:
                     undo = undo_log if config.propagate == "float" else None  # else recorded when its weight was replaced

@@ -16,42 +16,27 @@ from torch import Tensor, nn
 from torchq import numerics
 from torchq._memory import available_memory
 from torchq._undo import UndoLog
-from torchq.algorithms.gptq import GPTQ, GroupSolver, SingularHessianError, output_error, sample_rows
-from torchq.algorithms.rtn import RTN, quantize_weight
-from torchq.algorithms.smoothquant import round_activations
+from torchq.algorithms.gptq import GPTQ
+from torchq.algorithms.rtn import RTN
 from torchq.architectures import find_folds
 from torchq.calibration.data import Batches
-from torchq.calibration.observers import static_qparams
 from torchq.calibration.packing import Batch
 from torchq.calibration.passes import eval_mode
+from torchq.calibration.rounding import Part, Rounded, Solved, Where, matrix_of, round_parts
 from torchq.calibration.smoothing import Fold, Smoothing
-from torchq.calibration.statistics import InputStatistics, multiplies_bfloat16
+from torchq.calibration.statistics import multiplies_bfloat16
 from torchq.calibration.stream import Group, block_of, find_groups, first_sequence, num_tokens_of, stream
 from torchq.config import QuantConfig
-from torchq.linear import QuantizedWeight
 from torchq.matching import is_conv1d
 from torchq.model_utils import list_names, weight_of
 from torchq.preflight import LayerPlan
 from torchq.report import FoldReport
-from torchq.scheme import Scheme
 
 _RESIDUALS = 4  # tensors of the residual stream's size that a suspended pass of transformers' decoders holds
 _MOST_GROUPS = 8  # of a block: each costs another run of it, and with routed experts there may be hundreds
 _PROBED_TOKENS = 32  # that show where a model can be folded
 _SAMPLED_TOKENS = 512, 256  # kept of all, and of all held-out ones
 _SHARE_OF_MEMORY = 0.5  # of what is left, which what passes hold may take
-
-
-@dataclass(frozen=True)
-class Solved:
-    """What calibration found for one layer; errors as in :class:`torchq.report.LayerReport`."""
-
-    quantized: QuantizedWeight
-    relative_error: float
-    output_error: float
-    dampening_frac: float | None
-    note: str | None
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -78,6 +63,10 @@ class _Run:
     smoothing: Smoothing | None = None
     pending: list[tuple[LayerPlan, Solved]] = field(default_factory=list)
     block: str | None = None
+
+    @property
+    def where(self) -> Where:
+        return Where(self.device, self.config.observer, self.timings)
 
 
 @torch.no_grad()
@@ -189,7 +178,7 @@ def _solve_group(run: _Run, group: Group) -> None:
     run.block = block
     parts = _alike(run, group)
     fold = _propose(run, group, parts)
-    solved = _round(run, group, parts) if fold is None else _round_with(run, group, parts, fold)
+    solved = round_parts(run.where, group, parts) if fold is None else _round_with(run, group, parts, fold)
     seconds = (time.perf_counter() - begun) / max(len(solved), 1)
     for one in solved:
         if run.config.propagate == "true_sequential":
@@ -199,7 +188,7 @@ def _solve_group(run: _Run, group: Group) -> None:
     run.timings["solve"] = run.timings.get("solve", 0.0) + time.perf_counter() - begun - scales
 
 
-def _propose(run: _Run, group: Group, parts: list[_Part]) -> Fold | None:
+def _propose(run: _Run, group: Group, parts: list[Part]) -> Fold | None:
     """Search scales for the group's inputs, if it is to be scaled and can be."""
     if run.smoothing is None or not parts:
         return None
@@ -211,50 +200,20 @@ def _propose(run: _Run, group: Group, parts: list[_Part]) -> Fold | None:
     if not whole or any(part.scheme != scheme for part in parts):
         run.smoothing.refuse(group, f"{list_names(group.names)} have several schemes, or are in part quantized already")
         return None
-    weight = torch.cat([_matrix(plan.module).to(run.device or part.device) for part in parts for plan in part.plans])
+    weight = torch.cat([matrix_of(plan.module).to(run.device or part.device) for part in parts for plan in part.plans])
     return run.smoothing.propose(group, weight, scheme, settings)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Layers of a group that are rounded together: of one scheme and dtype."""
-
-    plans: list[LayerPlan]
-    scheme: Scheme
-    recipe: RTN | GPTQ
-
-    @property
-    def device(self) -> torch.device:
-        return weight_of(self.plans[0].module).device
-
-
-@dataclass(frozen=True)
-class _Rounded:
-    """A layer's result.
-
-    Attributes:
-        plan: The layer.
-        solved: What is reported and packed.
-        columns: [K], what its columns were multiplied by, or None.
-        error: Summed squared error of its outputs, of rounded activations where they are rounded.
-    """
-
-    plan: LayerPlan
-    solved: Solved
-    columns: Tensor | None
-    error: float
-
-
-def _round_with(run: _Run, group: Group, parts: list[_Part], fold: Fold) -> list[_Rounded]:
+def _round_with(run: _Run, group: Group, parts: list[Part], fold: Fold) -> list[Rounded]:
     """Round all layers of a group with and without a fold, and keep what has less error.
 
     Rounding to nearest does so with the sampled rows that errors are of; GPTQ with all, most of its work being the same for any.
     """
     assert run.smoothing is not None
     row_by_row = all(isinstance(part.recipe, RTN) and part.scheme.weights.strategy in ("group", "channel") for part in parts)
-    results = [_round(run, group, parts, last=False, sampled=row_by_row)]
+    results = [round_parts(run.where, group, parts, last=False, sampled=row_by_row)]
     _rescale(group, fold.columns)
-    results.append(_round(run, group, parts, fold, sampled=row_by_row))
+    results.append(round_parts(run.where, group, parts, fold, sampled=row_by_row))
     before, error = (sum(one.error for one in result) for result in results)
     better = error < before
     (run.smoothing.accept if better else run.smoothing.reject)(fold, error, before)
@@ -262,7 +221,7 @@ def _round_with(run: _Run, group: Group, parts: list[_Part], fold: Fold) -> list
         return results[better]
     if not better:
         _rescale(group, 1 / fold.columns)
-    return _round(run, group, parts, fold if better else None)
+    return round_parts(run.where, group, parts, fold if better else None)
 
 
 def _rescale(group: Group, columns: Tensor) -> None:
@@ -271,68 +230,10 @@ def _rescale(group: Group, columns: Tensor) -> None:
             statistics.rescale_(columns)
 
 
-def _round(
-    run: _Run, group: Group, parts: list[_Part], fold: Fold | None = None, *, last: bool = True, sampled: bool = False
-) -> list[_Rounded]:
-    """Round all layers of a group.
-
-    Args:
-        run: The run.
-        group: With its statistics: of scaled inputs with a fold.
-        parts: Its layers.
-        fold: Whose scales the weights are multiplied by first.
-        last: Whether drift is not needed again.
-        sampled: Whether to round no more rows than errors are judged by.
-    """
-    assert group.train is not None
-    solver, rounded = None, []
-    columns = None if fold is None else fold.columns
-    for index, part in enumerate(parts):
-        weights = [_matrix(plan.module) for plan in part.plans]
-        weights = [weight[sample_rows(weight)] for weight in weights] if sampled else weights
-        dtype, device = weights[0].dtype, run.device or weights[0].device
-        stacked = torch.cat([weight.to(device) for weight in weights])
-        stacked = stacked if columns is None else stacked.float() * columns
-        fraction, note, target = None, None, stacked
-        if isinstance(part.recipe, GPTQ):
-            solver = solver or GroupSolver(group.train, group.holdout, part.recipe, run.timings)
-            try:
-                ends = last and index == len(parts) - 1
-                solution = solver.solve(stacked, part.scheme, scale_dtype=dtype, last=ends)
-            except SingularHessianError as singular:
-                names = list_names(group.names)
-                raise SingularHessianError(f"calibration: {names}: {singular}; give more, or other, data") from singular
-            quantized, target = solution.quantized, solution.target
-            fraction, note = solution.factor.dampening_frac, solution.factor.note
-        else:
-            quantized, _ = quantize_weight(stacked, part.scheme, part.recipe, group.train.mean_square, dtype)
-        sizes = [weight.shape[0] for weight in weights]
-        pieces = zip(part.plans, stacked.split(sizes), target.split(sizes), _split(quantized, sizes), strict=True)
-        static = _static(run, group, part.scheme)
-        for plan, weight, goal, piece in pieces:
-            solved, error = _judge(group, weight, goal, piece, static, columns, fraction, note)
-            if static[0] is not None:
-                smallest = torch.finfo(dtype).tiny  # of inputs that are all 0, the scale would be 0 in float16
-                packed = replace(piece, input_scale=static[0].clamp_min(smallest).to(dtype), input_zero_point=static[1])
-                solved = replace(solved, quantized=packed)
-            rounded.append(_Rounded(plan, solved, columns, error))
-    return rounded
-
-
-def _static(run: _Run, group: Group, scheme: Scheme) -> tuple[Tensor | None, Tensor | None]:
-    """Scale and zero point of a group's static activations, which its layers share (vLLM merges q, k, v and gate, up)."""
-    acts, train = scheme.input_activations, group.train
-    if acts is None or acts.dynamic or train is None:
-        return None, None
-    seen = [some for some in (train, group.holdout) if some is not None and some.num_tokens]
-    low, high = (torch.stack([getattr(some, name) for some in seen]) for name in ("low", "high"))
-    return static_qparams(acts, low, high, train.sample, run.config.observer)
-
-
-def _alike(run: _Run, group: Group) -> list[_Part]:
+def _alike(run: _Run, group: Group) -> list[Part]:
     """The layers of a group that are not solved yet, those of one scheme together."""
     solved = {id(plan) for plan, _ in run.pending}
-    result: dict[Any, _Part] = {}
+    result: dict[Any, Part] = {}
     for name in group.names:
         plan = run.plans[name]
         if plan.modules and id(plan) not in solved and plan.scheme is not None:
@@ -343,7 +244,7 @@ def _alike(run: _Run, group: Group) -> list[_Part]:
             elif plan.scheme.weights.strategy == "tensor":  # one scale for those that vLLM merges
                 apart = name.rpartition(".")[0]
             key = (plan.scheme, weight_of(plan.module).dtype, apart)
-            result.setdefault(key, _Part([], plan.scheme, run.config.recipe(plan.scheme, True))).plans.append(plan)
+            result.setdefault(key, Part([], plan.scheme, run.config.recipe(plan.scheme, True))).plans.append(plan)
     return list(result.values())
 
 
@@ -394,37 +295,7 @@ def _autocast_dtype(config: QuantConfig, layers: dict[str, nn.Module]) -> torch.
     return torch.bfloat16 if faster else None
 
 
-def _judge(
-    group: Group,
-    weight: Tensor,
-    target: Tensor,
-    quantized: QuantizedWeight,
-    static: tuple[Tensor | None, Tensor | None],
-    columns: Tensor | None,
-    fraction: float | None,
-    note: str | None,
-) -> tuple[Solved, float]:
-    """(What to report of a layer, the summed squared error of its outputs)."""
-    statistics: InputStatistics | None = group.holdout if group.holdout is not None and group.holdout.num_tokens else group.train
-    assert statistics is not None
-    restored = numerics.dequantize(quantized.q, quantized.scale, quantized.zero_point, quantized.scheme.weights).float()
-    back = 1.0 if columns is None else columns
-    norm = float(torch.linalg.vector_norm(weight / back, dtype=torch.float32))
-    relative = float(torch.linalg.vector_norm((restored - weight) / back)) / norm if norm else 0.0
-    rows = sample_rows(target)
-    some, goal = restored[rows], target[rows].float()
-    power = output_error(goal, statistics.H)
-    error = max(output_error(some - goal, statistics.H), 0.0)
-    output = (error / power) ** 0.5 if power > 0 else 0.0
-    acts = quantized.scheme.input_activations
-    if acts is not None and len(statistics.sample):
-        x = statistics.sample
-        rounded = round_activations(x, acts, static[0], static[1])
-        error = float((rounded @ some.t() - x @ goal.t()).square_().sum())
-    return Solved(quantized, relative, output, fraction, note, 0.0), error
-
-
-def _install(run: _Run, rounded: _Rounded) -> None:
+def _install(run: _Run, rounded: Rounded) -> None:
     """Put the dequantized weight in, which is what the packed layer will compute with (on what the producer makes of a fold)."""
     plan, quantized = rounded.plan, rounded.solved.quantized
     run.undo_log.record(run.model, plan.modules)
@@ -452,28 +323,13 @@ def _finish_pending(run: _Run, *, of_block: bool = False) -> None:
             new = next((changed[name] for name in plan.modules if name in changed), None)
             if new is not None:
                 run.pending[index] = plan, replace(solved, quantized=new)
-    left = [one for one in run.pending if of_block and block_of(one[0].names[0]) != run.block]
-    for plan, solved in [one for one in run.pending if one not in left]:
+    waits = [of_block and block_of(plan.names[0]) != run.block for plan, _ in run.pending]
+    ready = [one for one, later in zip(run.pending, waits, strict=True) if not later]
+    run.pending = [one for one, later in zip(run.pending, waits, strict=True) if later]
+    for plan, solved in ready:
         for name in plan.modules:
             run.layers.pop(name, None)  # and with it the weight
         run.finish(plan, solved)
-    run.pending = left
-
-
-def _split(quantized: QuantizedWeight, sizes: list[int]) -> list[QuantizedWeight]:
-    """Undo the concatenation of rows."""
-    if len(sizes) == 1:
-        return [quantized]
-    zeros = [None] * len(sizes) if quantized.zero_point is None else list(quantized.zero_point.split(sizes))
-    scales = [quantized.scale] * len(sizes) if quantized.scale.ndim == 1 else quantized.scale.split(sizes)
-    parts = zip(quantized.q.split(sizes), scales, zeros, strict=True)
-    return [QuantizedWeight(q.contiguous(), scale.contiguous(), zero, quantized.scheme) for q, scale, zero in parts]
-
-
-def _matrix(module: nn.Module) -> Tensor:
-    """A layer's weight as [N, K]."""
-    weight = weight_of(module).detach()
-    return weight.t() if is_conv1d(module) else weight
 
 
 def _return_free_memory() -> None:
