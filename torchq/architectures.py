@@ -20,6 +20,7 @@ scales between blocks would have to pass the residual stream; :func:`check_fold`
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -145,6 +146,41 @@ def check_fold(model: nn.Module, producer: str, consumers: Sequence[str], batch:
     best = min((r for r in results if isinstance(r, Refused)), key=lambda r: float("inf") if r.error is None else r.error)
     measured = "" if best.error is None else f" (the output changes by {best.error:.2g}, more than {_TOLERANCE:g})"
     raise ValueError(refusal + best.reason + measured)
+
+
+def with_overrides(
+    model: nn.Module, found: Folds, overrides: Mapping[str, Sequence[str]], batch: Mapping[str, Any] | None = None
+) -> Folds:
+    """Return what was found, with the pairs that a user asks for.
+
+    Args:
+        model: As for :func:`find_folds`.
+        found: From there.
+        overrides: Name of a producer (or a ``re:`` pattern) -> its consumers, or () for no pair.
+        batch: As for :func:`find_folds`.
+
+    Raises:
+        ValueError: If a key matches no module with a weight, or a pair is not exact.
+    """
+    pairs, refused = list(found.pairs), list(found.refused)
+    for producer, consumers in overrides.items():
+        if consumers:
+            requested = check_fold(model, producer, consumers, batch)
+            pairs = [pair for pair in pairs if pair.producer.name != producer] + [requested]
+            continue
+        pattern = re.compile(producer[3:] if producer.startswith("re:") else re.escape(producer) + "$")
+        names = {pair.producer.name for pair in pairs} | {one.producer for one in refused}
+        left_out = {name for name in names if pattern.match(name)}
+        if not left_out:
+            weight_and_bias(model, producer)  # its error says what is there
+            continue
+        refused += [
+            Refused(pair.producer.name, tuple(consumer.name for consumer in pair.consumers), "left out by folds")
+            for pair in pairs
+            if pair.producer.name in left_out
+        ]
+        pairs = [pair for pair in pairs if pair.producer.name not in left_out]
+    return Folds(pairs, refused)
 
 
 @dataclass(frozen=True)

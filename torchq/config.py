@@ -52,6 +52,8 @@ class QuantConfig:
             (what the model is in; statistics are then exact as well), or ``"auto"``: bfloat16 for float32 models on devices that
             multiply it. Statistics are of rounded inputs where that is faster
             (:class:`torchq.calibration.statistics.InputStatistics`), and summed and solved in float32.
+        folds: What AWQ and SmoothQuant may scale, where that should not be left to measurement: name of a norm or Linear -> names
+            of all weights that read it (an error if that is not exact), or () for never. A key with () may be a ``re:`` pattern.
         observer: What static activation scales come from: ``"mse"`` (the range with the least squared error), ``"minmax"`` (the
             whole range of the calibration data), or the percentage of values, 50 to 100, that are not clipped.
         recompute: Whether calibration keeps no more than each block's input of all calibration tokens, and computes the block
@@ -78,6 +80,7 @@ class QuantConfig:
     kv_cache: str | None = None
     propagate: str = "true_sequential"
     calibration_dtype: str = "auto"
+    folds: Mapping[str, Sequence[str]] = field(default_factory=dict)
     observer: Observer = "mse"
     recompute: bool | None = None
     fuse_siblings: bool = False
@@ -100,6 +103,13 @@ class QuantConfig:
             raise ValueError(f"propagate must be one of {PROPAGATE}, got {self.propagate!r}")
         if self.calibration_dtype not in CALIBRATION_DTYPES:
             raise ValueError(f"calibration_dtype must be one of {CALIBRATION_DTYPES}, got {self.calibration_dtype!r}")
+        if not isinstance(self.folds, Mapping):
+            raise TypeError(f"folds must map a producer to the names of its consumers, got {self.folds!r}")
+        _as_patterns("folds", self.folds)
+        consumers = {producer: _as_patterns(f"folds[{producer!r}]", names) for producer, names in self.folds.items()}
+        if named := [producer for producer, names in consumers.items() if names and producer.startswith("re:")]:
+            raise ValueError(f"folds: {named[0]!r} is a pattern, which takes no consumers; name the producer, or leave () to it")
+        object.__setattr__(self, "folds", consumers)
         share = self.observer if isinstance(self.observer, (int, float)) and not isinstance(self.observer, bool) else None
         if self.observer not in ("mse", "minmax") and (share is None or not 50 <= share <= 100):
             raise ValueError(f"observer must be 'mse', 'minmax' or a percentage from 50 to 100, got {self.observer!r}")

@@ -21,6 +21,7 @@ from torchq.testing import tiny_llama
 
 IDS = torch.arange(3, 15)[None]
 FP8_WEIGHT_ONLY = Scheme(QuantArgs(8, "float", strategy="channel"), name="FP8_WEIGHT_ONLY")
+INT8_STATIC = Scheme(QuantArgs(8, strategy="channel"), QuantArgs(8, strategy="tensor", symmetric=False))
 SCHEMES: dict[str, dict[str, Any]] = {
     "W4A16-g32": {"scheme": "W4A16", "group_size": 32},
     "W4A16-g64": {"scheme": "W4A16", "group_size": 64},
@@ -38,6 +39,9 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "FP8_DYNAMIC": {"scheme": "FP8_DYNAMIC"},
     "FP8_BLOCK": {"scheme": "FP8_BLOCK"},
     "FP8_WEIGHT_ONLY": {"scheme": FP8_WEIGHT_ONLY},
+    "W4AFP8": {"scheme": "W4AFP8"},
+    "FP8": {"scheme": "FP8"},
+    "W8A8-static": {"scheme": INT8_STATIC},
     "mixed": {"scheme": "W4A16", "group_size": 32, "overrides": {"re:.*self_attn": "FP8_DYNAMIC"}},
 }
 CASES = [(name, torch.bfloat16) for name in SCHEMES] + [
@@ -48,9 +52,12 @@ CASES = [(name, torch.bfloat16) for name in SCHEMES] + [
 
 
 def model_for(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1} if name == "FP8_BLOCK" else {}
+    wide = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+    sizes = wide if name in ("FP8_BLOCK", "W4AFP8") else {}
     model = tiny_llama(dtype=dtype, attention_bias=True, **sizes)
-    quantize_(model, QuantConfig(**SCHEMES[name]))
+    config = QuantConfig(**SCHEMES[name])
+    data = torch.randint(3, 128, (4, 16), generator=torch.Generator().manual_seed(0))
+    quantize_(model, config, calibration=data if config.resolve().needs_calibration else None)
     return model
 
 

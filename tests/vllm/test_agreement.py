@@ -80,7 +80,6 @@ CASES = {
     "W4A16-g64-awq": Case(QuantConfig("W4A16", group_size=64, algorithm="awq"), calibrated=True),
     "W8A8-smoothed": Case(QuantConfig("W8A8"), int4=False, calibrated=True),
     "W8A8-static": Case(QuantConfig(STATIC), int4=False, calibrated=True),
-    "FP8-static": Case(QuantConfig("FP8"), int4=False, calibrated=True),
     "four-schemes": Case(
         QuantConfig(
             "W4A16",

@@ -18,7 +18,7 @@ from torchq._memory import available_memory
 from torchq._undo import UndoLog
 from torchq.algorithms.gptq import GPTQ
 from torchq.algorithms.rtn import RTN
-from torchq.architectures import find_folds
+from torchq.architectures import find_folds, with_overrides
 from torchq.calibration.data import Batches
 from torchq.calibration.packing import Batch
 from torchq.calibration.passes import eval_mode
@@ -147,7 +147,11 @@ def _smoothing(run: _Run, batches: Batches) -> Smoothing | None:
     if all(run.config.smoothing(scheme) is None for scheme in schemes.values()):
         return None
     begun = time.perf_counter()
-    found = find_folds(run.model, _short(batches.train[0]))
+    batch = _short(batches.train[0])
+    try:
+        found = with_overrides(run.model, find_folds(run.model, batch), run.config.folds, batch)
+    except ValueError as error:
+        raise ValueError(f"folds: {error}") from error
     run.timings["folds"] = time.perf_counter() - begun
     return Smoothing(run.model, found, schemes, run.undo_log)
 
