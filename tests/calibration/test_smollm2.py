@@ -1,14 +1,17 @@
 """On a real model."""
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from torchq import QuantConfig, numerics, quantize_
-from torchq.algorithms.gptq import GroupSolver, Solution, output_error
+from torchq import QuantArgs, QuantConfig, SmoothQuant, numerics, quantize_
+from torchq.algorithms.gptq import GPTQ, GroupSolver, Solution, output_error
 from torchq.algorithms.rtn import RTN, quantize_weight
 from torchq.calibration.data import CalibrationData
-from torchq.evaluation.divergence import english_text
+from torchq.evaluation.divergence import english_text, token_windows
 from torchq.scheme import Scheme
 from torchq.sources import demo_model_path, load_source
 
@@ -40,3 +43,44 @@ def test_less_output_error_than_nearest_rounding_in_every_layer(scheme: str, mon
     assert all(gptq < nearest and gptq < plain for gptq, nearest, plain in found)
     ratios = torch.tensor(found)
     assert (ratios[:, 0] / ratios[:, 1]).median() < 0.7
+
+
+def plant_outliers(model: Any) -> None:
+    """Make one channel of what every norm gives 100 times as large, and the weights that read it as much smaller."""
+    generator = torch.Generator().manual_seed(0)
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for norm, readers in (
+            (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+        ):
+            channel = int(torch.randint(norm.weight.numel(), (1,), generator=generator))
+            norm.weight[channel] *= 100
+            for reader in readers:
+                reader.weight[:, channel] /= 100
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_smoothquant_takes_planted_outliers_out() -> None:
+    """One static scale for each tensor of activations: without smoothing an outlier leaves the others few of the 255 steps."""
+    base, tokenizer = load_source(demo_model_path(), dtype=torch.float32)
+    text = english_text()
+    calibration = CalibrationData(text[: len(text) // 2], num_samples=16, max_length=256)
+    windows = token_windows(tokenizer, text[len(text) // 2 :], num_windows=4, length=256)
+    expected = [base(ids[None]).logits[0].log_softmax(-1) for ids in windows]
+    static = Scheme(QuantArgs(8, strategy="channel"), QuantArgs(8, strategy="tensor"))
+
+    def mean_kl(algorithm: Any, planted: bool) -> float:
+        model = copy.deepcopy(base)
+        if planted:
+            plant_outliers(model)
+        config = QuantConfig(static, algorithm=algorithm)
+        quantize_(model, config, calibration=calibration, tokenizer=tokenizer, progress=False)
+        pairs = zip(windows, expected, strict=True)
+        return sum(float((p.exp() * (p - model(ids[None]).logits[0].log_softmax(-1))).sum(-1).mean()) for ids, p in pairs) / 4
+
+    smoothed, clean = mean_kl([SmoothQuant(), GPTQ()], True), mean_kl([SmoothQuant(), GPTQ()], False)
+    assert smoothed < 1.2 * clean, (smoothed, clean)
+    ruined, plain = mean_kl("gptq", True), mean_kl("gptq", False)
+    assert ruined > 3 * plain > 3 * clean, (ruined, plain, clean)
