@@ -100,7 +100,9 @@ class Smoothing:
         if isinstance(settings, AWQ):
             s, ratio = awq.search_scale(weight, train.H, train.num_tokens, columns, c, scheme, settings)
         else:
-            s, ratio = smoothquant.search_scale(weight, train.absmax, train.sample, columns, c, scheme, settings)
+            judging = train if group.holdout is None or not len(group.holdout.sample) else group.holdout
+            # of the tokens that say how large channels are, none is clipped: by them, the largest alpha would be best
+            s, ratio = smoothquant.search_scale(weight, train.absmax, judging.sample, columns, c, scheme, settings)
         if others or (pair.producer.kind == "linear" and pair.producer.name not in self.quantized):
             s = torch.exp2(s.log2().round())  # 16-bit matrices take powers of two without rounding
         if bool((s == s[0]).all()):

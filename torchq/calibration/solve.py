@@ -290,7 +290,8 @@ def _static(run: _Run, group: Group, scheme: Scheme) -> tuple[Tensor | None, Ten
         return None, None
     seen = [some for some in (train, group.holdout) if some is not None and some.num_tokens]
     low, high = (torch.stack([getattr(some, name) for some in seen]) for name in ("low", "high"))
-    return static_qparams(acts, low, high, train.sample, run.config.observer)
+    sample, num_tokens = torch.cat([some.sample for some in seen]), sum(some.num_tokens for some in seen)
+    return static_qparams(acts, low, high, sample, run.config.observer, num_tokens)
 
 
 def _alike(run: _Run, group: Group) -> list[_Part]:
