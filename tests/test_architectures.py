@@ -520,3 +520,37 @@ def test_check_fold_goes_beyond_blocks():
     readers = [f"decoder.block.{i}.layer.1.EncDecAttention.{x}" for i in range(2) for x in "kv"]
     with pytest.raises(ValueError, match="the block's output depends on it as well"):
         check_fold(t5, "encoder.final_layer_norm", readers)
+
+
+@pytest.mark.parametrize("kind", [dict, transformers.cache_utils.KVSharingDict])
+def test_what_a_block_leaves_for_later_blocks_is_an_output(kind):
+    """Values that other layers read too, in a container that may not be one for PyTorch."""
+
+    class Sharing(nn.Module):
+        def __init__(self, first):
+            super().__init__()
+            self.first, self.norm = first, nn.LayerNorm(16)
+            self.v, self.o = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x, shared):
+            if self.first:
+                shared["v"] = (self.v(self.norm(x)),)
+            return x + self.o(shared["v"][0])
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Sharing(True), Sharing(False)])
+
+        def forward(self, x):
+            shared = kind()
+            for layer in self.layers:
+                x = layer(x, shared)
+            return x
+
+    model = randomized(Model())
+    for dtype in (torch.float32, torch.bfloat16):  # blocks are measured in float32
+        folds = find_folds(model.to(dtype), {"x": torch.randn(2, 8, 16, dtype=dtype)})
+        assert [pair.producer.name for pair in folds.pairs] == ["layers.0.norm"]
+        reasons = {refused.producer: refused.reason for refused in folds.refused}
+        assert "output" in reasons["layers.0.v"] or "depends on it as well" in reasons["layers.0.v"]

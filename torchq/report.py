@@ -84,7 +84,7 @@ class QuantReport:
         torchq_version: Version of torchq.
         seconds: Time spent.
         folds: What AWQ or SmoothQuant scaled, and what they did not and why.
-        timings: Of a calibrated run: seconds by part (``forward``, ``hessian``, ``scales``, ``solve``).
+        timings: Of a calibrated run: seconds by part (``forward``, ``hessian``, ``folds``, ``scales``, ``solve``).
     """
 
     scheme: str

@@ -21,6 +21,7 @@ STATIC_INT8 = Scheme(QuantArgs(8, strategy="channel"), INT8, name="static int8")
 STATIC_ASYM = Scheme(QuantArgs(8, strategy="channel"), ASYM, name="static asymmetric int8")
 SCHEMES = {"fp8": "FP8", "int8": STATIC_INT8, "int8-asym": STATIC_ASYM}
 PREFIX = "model.layers.0."
+MERGED = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["mlp.gate_proj", "mlp.up_proj"]
 
 
 def random(*shape, seed=0):
@@ -110,6 +111,13 @@ def test_values_that_the_sample_lacks_count_for_minmax():
         assert observer != "minmax" or scale.item() == pytest.approx(20 / 127)
 
 
+def test_extremes_that_the_sample_lacks_count_for_mse_as_what_they_are_among_all_tokens():
+    x, low, high = random(100, 8), torch.full((8,), -3.0), torch.tensor([9.0] + [3.0] * 7)
+    reach = [static_qparams(INT8, low, high, x, "mse", num_tokens)[0].item() * 127 for num_tokens in (None, 100, 10**7)]
+    assert reach[0] == reach[1] == pytest.approx(9.0, rel=0.05)
+    assert reach[2] < 4.5
+
+
 # ------------------------------------------------------------------------------------------------------------- of a model
 
 
@@ -176,7 +184,7 @@ def test_layers_that_vllm_merges_share_their_scales(kind, observer):
     names = ["input_scale"] + (["weight_scale"] if kind == "fp8" else [])
     if kind == "int8-asym":
         names.append("input_zero_point")
-    for group in (["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["mlp.gate_proj", "mlp.up_proj"]):
+    for group in MERGED:
         for name in names:
             first, *others = (model.get_submodule(PREFIX + layer).canonical_tensors()[name] for layer in group)
             assert all(torch.equal(first, other) for other in others)

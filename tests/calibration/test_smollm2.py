@@ -83,4 +83,4 @@ def test_smoothquant_takes_planted_outliers_out() -> None:
     smoothed, clean = mean_kl([SmoothQuant(), GPTQ()], True), mean_kl([SmoothQuant(), GPTQ()], False)
     assert smoothed < 1.2 * clean, (smoothed, clean)
     ruined, plain = mean_kl("gptq", True), mean_kl("gptq", False)
-    assert ruined > 3 * plain > 3 * clean, (ruined, plain, clean)
+    assert ruined > 3 * plain and plain > 2 * clean, (ruined, plain, clean)

@@ -35,7 +35,7 @@ class AWQ:
     Attributes:
         num_ratios: Values of r that are tried, evenly spaced in (0, 1].
         duo_scaling: Whether s looks at the weights too; None: both are tried.
-        max_ratio: Largest scale over smallest, at least 1; scales beyond are clamped.
+        max_ratio: Largest scale over smallest, at least 1; scales are clamped to its square root around their geometric mean.
     """
 
     num_ratios: int = 10

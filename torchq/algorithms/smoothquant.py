@@ -33,11 +33,11 @@ class SmoothQuant:
 
     Attributes:
         alpha: How much of the range goes into the weights, 0 to 1, or ``"search"``.
-        max_ratio: Largest scale over smallest, at least 1; scales beyond are clamped.
+        max_ratio: Largest scale over smallest, at least 1; scales are clamped to its square root around their geometric mean.
     """
 
     alpha: float | str = "search"
-    max_ratio: float = 1e4
+    max_ratio: float = 1e6
 
     def __post_init__(self) -> None:
         number = isinstance(self.alpha, (int, float)) and not isinstance(self.alpha, bool)

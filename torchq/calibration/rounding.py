@@ -129,7 +129,8 @@ def _static_qparams(group: Group, scheme: Scheme, observer: Observer) -> tuple[T
         return None, None
     seen = [some for some in (train, group.holdout) if some is not None and some.num_tokens]
     low, high = (torch.stack([getattr(some, name) for some in seen]) for name in ("low", "high"))
-    return static_qparams(acts, low, high, train.sample, observer)
+    sample, num_tokens = torch.cat([some.sample for some in seen]), sum(some.num_tokens for some in seen)
+    return static_qparams(acts, low, high, sample, observer, num_tokens)
 
 
 def _judge(

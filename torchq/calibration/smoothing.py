@@ -100,7 +100,9 @@ class Smoothing:
         if isinstance(settings, AWQ):
             s, ratio = awq.search_scale(weight, train.H, train.num_tokens, columns, c, scheme, settings)
         else:
-            s, ratio = smoothquant.search_scale(weight, train.absmax, train.sample, columns, c, scheme, settings)
+            judging = train if group.holdout is None or not len(group.holdout.sample) else group.holdout
+            # of the tokens that say how large channels are, none is clipped: by them, the largest alpha would be best
+            s, ratio = smoothquant.search_scale(weight, train.absmax, judging.sample, columns, c, scheme, settings)
         if others or (pair.producer.kind == "linear" and pair.producer.name not in self.quantized):
             s = torch.exp2(s.log2().round())  # 16-bit matrices take powers of two without rounding
         if bool((s == s[0]).all()):
@@ -123,6 +125,15 @@ class Smoothing:
     def reject(self, fold: Fold, error: float, before: float) -> None:
         """Forget a fold that did not help."""
         self._report(fold.pair, "undone", fold, error, before, "the error on held-out tokens is not lower")
+
+    def report(self) -> list[FoldReport]:
+        """What became of every pair, once the run is over."""
+        known = {report.producer for report in self.reports}
+        pairs = {id(pair): pair for pairs in self._pairs.values() for pair in pairs}
+        for pair in pairs.values():
+            if pair.producer.name not in known:
+                self._report(pair, "undone", reason="no layer that reads it is calibrated")
+        return self.reports
 
     def apply(self, pending: dict[str, QuantizedWeight]) -> dict[str, QuantizedWeight]:
         """Divide producers, and multiply consumers that stay in 16 bits.
@@ -166,8 +177,12 @@ class Smoothing:
         if also := [name for name in others if name in self.quantized]:
             return f"{list_names(also)} read it too, and are calibrated on other tokens"
         scheme = self.quantized.get(pair.producer.name)
-        if scheme is not None and scheme.weights.strategy not in ("group", "channel"):
+        if scheme is None:
+            return None
+        if scheme.weights.strategy not in ("group", "channel"):
             return f"the rows of {pair.producer.name} share scales, so that they cannot be divided once it is quantized"
+        if weight_and_bias(self.model, pair.producer.name)[0].dtype == torch.float16:
+            return f"the scales of {pair.producer.name} are float16, and divided might be too small for it"
         return None
 
     def _report(

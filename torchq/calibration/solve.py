@@ -138,7 +138,7 @@ def quantize_calibrated(
             f"calibration: no token reaches {list_names(left)}; add them to ignore, quantize them with other data, or without "
             "any (calibration=None)"
         )
-    return Outcome(timings, [] if run.smoothing is None else run.smoothing.reports)
+    return Outcome(timings, [] if run.smoothing is None else run.smoothing.report())
 
 
 def _smoothing(run: _Run, batches: Batches) -> Smoothing | None:
