@@ -20,7 +20,7 @@ from common import console
 from gpu_timing import Kind, Plan, Run, Shape, Weight, check_close, num_copies, random_tokens, random_weight, time_runs
 from torch import Tensor
 
-from torchq.kernels import dispatch, words_triton
+from torchq.kernels import dispatch, words_linear, words_triton
 from torchq.kernels.dispatch import Tile
 
 if TYPE_CHECKING:
@@ -322,7 +322,7 @@ def _compiled(session: Session, kind: Kind, trials: list[Trial], failed: dict[st
 def _multiply(weight: Weight, tile: Tile | None, splits: int, x: Tensor, asm: bool = False) -> Tensor:
     arguments = (x, *weight.tensors, None, weight.num_bits, weight.group_size)
     if tile is None:
-        return words_triton.dequantize_and_multiply(*arguments)
+        return words_linear.dequantize_and_multiply(*arguments)
     return words_triton.matmul_words(*arguments, tile, splits, asm=asm)
 
 

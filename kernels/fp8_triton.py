@@ -17,7 +17,8 @@ from torch import Tensor
 from torchq.kernels.fp8 import round_activations
 from torchq.kernels.registration import register_op
 from torchq.kernels.wna16_triton import check_words
-from torchq.kernels.words_triton import dequantize_words_ref, input_grad_words, linear_words
+from torchq.kernels.words_linear import input_grad_words, linear_words
+from torchq.kernels.words_triton import dequantize_words_ref
 
 
 def fp8_triton_ref(

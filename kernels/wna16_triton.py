@@ -15,16 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchq.kernels.registration import register_op
-from torchq.kernels.words_triton import (
-    NUM_BITS,
-    SLICE,
-    WORDS,
-    block_size,
-    can_hold,
-    dequantize_words_ref,
-    input_grad_words,
-    linear_words,
-)
+from torchq.kernels.words_linear import input_grad_words, linear_words
+from torchq.kernels.words_triton import NUM_BITS, SLICE, WORDS, block_size, can_hold, dequantize_words_ref
 
 
 def wna16_triton_ref(

@@ -10,8 +10,10 @@ from torch import Tensor
 from torchq import QuantArgs, QuantConfig, SmoothQuant, numerics, quantize_
 from torchq.algorithms.gptq import GPTQ, GroupSolver, Solution, output_error
 from torchq.algorithms.rtn import RTN, quantize_weight
+from torchq.architectures import find_folds
 from torchq.calibration.data import CalibrationData
 from torchq.evaluation.divergence import english_text, token_windows
+from torchq.folding import fold_
 from torchq.scheme import Scheme
 from torchq.sources import demo_model_path, load_source
 
@@ -84,3 +86,17 @@ def test_smoothquant_takes_planted_outliers_out() -> None:
     assert smoothed < 1.2 * clean, (smoothed, clean)
     ruined, plain = mean_kl("gptq", True), mean_kl("gptq", False)
     assert ruined > 3 * plain and plain > 2 * clean, (ruined, plain, clean)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_every_block_folds_exactly() -> None:
+    model, _ = load_source(demo_model_path(), dtype=torch.float32)
+    ids = torch.randint(100, 1000, (1, 32), generator=torch.Generator().manual_seed(0))
+    before = model(ids).logits
+    folds = find_folds(model)
+    assert len(folds.pairs) == 30 * 4 and {refused.producer.split(".")[-1] for refused in folds.refused} == {"gate_proj"}
+    generator = torch.Generator().manual_seed(0)
+    for pair in folds.pairs:
+        fold_(model, pair, 0.5 + 1.5 * torch.rand(pair.num_channels, generator=generator))
+    assert (model(ids).logits - before).norm() < 1e-5 * before.norm()
