@@ -1,4 +1,4 @@
-"""Products with weights in words (:mod:`torchq.kernels.words_triton`): which kernel, by the number of tokens, and the gradient."""
+"""Products with weights in words (:mod:`torchq.kernels.words_triton`), by the number of tokens, and gradients."""
 
 from __future__ import annotations
 
