@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -97,21 +99,24 @@ def round_parts(
         stacked = torch.cat([weight.to(device) for weight in weights])
         stacked = stacked if columns is None else stacked.float() * columns
         fraction, note, target = None, None, stacked
+        static = _static_qparams(group, part.scheme, where.observer)
         if isinstance(part.recipe, GPTQ):
-            solver = solver or GroupSolver(group.train, group.holdout, part.recipe, where.timings)
-            try:
-                ends = last and index == len(parts) - 1
-                solution = solver.solve(stacked, part.scheme, scale_dtype=dtype, last=ends)
-            except SingularHessianError as singular:
-                names = list_names(group.names)
-                raise SingularHessianError(f"calibration: {names}: {singular}; give more, or other, data") from singular
+            ends = last and index == len(parts) - 1
+            noise = _rounding_noise(part.scheme, group.train.sample, static[0])
+            with _noisy(group, noise):
+                if solver is None or noise:
+                    solver = GroupSolver(group.train, group.holdout, part.recipe, where.timings)
+                try:
+                    solution = solver.solve(stacked, part.scheme, scale_dtype=dtype, last=ends)
+                except SingularHessianError as singular:
+                    names = list_names(group.names)
+                    raise SingularHessianError(f"calibration: {names}: {singular}; give more, or other, data") from singular
             quantized, target = solution.quantized, solution.target
             fraction, note = solution.factor.dampening_frac, solution.factor.note
         else:
             quantized, _ = quantize_weight(stacked, part.scheme, part.recipe, group.train.mean_square, dtype)
         sizes = [weight.shape[0] for weight in weights]
         pieces = zip(part.plans, stacked.split(sizes), target.split(sizes), _split(quantized, sizes), strict=True)
-        static = _static_qparams(group, part.scheme, where.observer)
         for plan, weight, goal, piece in pieces:
             solved, error = _judge(group, weight, goal, piece, static, columns, fraction, note)
             if static[0] is not None:
@@ -120,6 +125,31 @@ def round_parts(
                 solved = replace(solved, quantized=packed)
             rounded.append(Rounded(plan, solved, columns, error))
     return rounded
+
+
+def _rounding_noise(scheme: Scheme, sample: Tensor, static: Tensor | None) -> float:
+    """The mean square of what rounding to int8 adds to each activation: step^2 / 12, independent of the activations."""
+    acts = scheme.input_activations
+    if acts is None or acts.type != "int" or not len(sample):
+        return 0.0
+    step = sample.abs().amax(1) / acts.quant_max if static is None else static
+    return float(step.square().mean()) / 12
+
+
+@contextmanager
+def _noisy(group: Group, noise: float) -> Iterator[None]:
+    """Let H be that of rounded activations: H + tokens noise I."""
+    changed = []
+    for statistics in (group.train, group.holdout):
+        if statistics is not None and noise:
+            diagonal = statistics.H.diagonal()
+            changed.append((diagonal, diagonal.clone()))
+            diagonal += noise * statistics.num_tokens
+    try:
+        yield
+    finally:
+        for diagonal, before in changed:
+            diagonal.copy_(before)
 
 
 def _static_qparams(group: Group, scheme: Scheme, observer: Observer) -> tuple[Tensor | None, Tensor | None]:
