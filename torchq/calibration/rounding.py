@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchq import numerics
-from torchq.algorithms.gptq import GPTQ, GroupSolver, SingularHessianError, output_error, sample_rows
+from torchq.algorithms.gptq import GPTQ, GroupSolver, SingularHessianError, Solution, output_error, sample_rows
 from torchq.algorithms.rtn import RTN, quantize_weight
 from torchq.algorithms.smoothquant import round_activations
 from torchq.calibration.observers import Observer, static_qparams
@@ -101,16 +101,11 @@ def round_parts(
         fraction, note, target = None, None, stacked
         static = _static_qparams(group, part.scheme, where.observer)
         if isinstance(part.recipe, GPTQ):
-            ends = last and index == len(parts) - 1
-            noise = _rounding_noise(part.scheme, group.train.sample, static[0])
+            noise, ends = _rounding_noise(part.scheme, group.train.sample, static[0]), last and index == len(parts) - 1
             with _noisy(group, noise):
                 if solver is None or noise:
                     solver = GroupSolver(group.train, group.holdout, part.recipe, where.timings)
-                try:
-                    solution = solver.solve(stacked, part.scheme, scale_dtype=dtype, last=ends)
-                except SingularHessianError as singular:
-                    names = list_names(group.names)
-                    raise SingularHessianError(f"calibration: {names}: {singular}; give more, or other, data") from singular
+                solution = _solve(solver, group, stacked, part.scheme, dtype, last=ends)
             quantized, target = solution.quantized, solution.target
             fraction, note = solution.factor.dampening_frac, solution.factor.note
         else:
@@ -125,6 +120,16 @@ def round_parts(
                 solved = replace(solved, quantized=packed)
             rounded.append(Rounded(plan, solved, columns, error))
     return rounded
+
+
+def _solve(
+    solver: GroupSolver, group: Group, weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype, *, last: bool
+) -> Solution:
+    try:
+        return solver.solve(weight, scheme, scale_dtype=scale_dtype, last=last)
+    except SingularHessianError as error:
+        names = list_names(group.names)
+        raise SingularHessianError(f"calibration: {names}: {error}; give more, or other, data") from error
 
 
 def _rounding_noise(scheme: Scheme, sample: Tensor, static: Tensor | None) -> float:
