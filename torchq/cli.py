@@ -227,6 +227,8 @@ def _print_report(report: Any) -> None:
         "scales; error: |W - dequantized| / |W|; share: of all parameters.",
         highlight=False,
     )
+    if report.folds:
+        console.print(f"scales of channels: {report.describe_folds()} (quant_report.json says why)", highlight=False)
     for warning in report.warnings:
         console.print(f"[yellow]warning:[/] {_escape(warning)}", highlight=False)
 

@@ -110,6 +110,11 @@ class QuantReport:
         total = sum(size for _, size in pairs)
         return sum(error * size for error, size in pairs) / total if total else 0.0
 
+    def describe_folds(self) -> str:
+        """Return how many folds there are of each kind: ``"92 folded, 28 undone, 30 refused"``."""
+        counts = Counter(fold.status for fold in self.folds)
+        return ", ".join(f"{counts[status]} {status}" for status in ("folded", "undone", "refused") if counts[status])
+
     def summary(self) -> str:
         """Return a few lines for a terminal: counts, share, bits, error, what was left out and why, warnings."""
         quantized = [layer for layer in self.layers if layer.status == "quantized"]
@@ -131,8 +136,7 @@ class QuantReport:
             share = sizes[reason] / self.num_parameters if self.num_parameters else 0.0
             lines.append(f"  {count} {reason} ({share:.1%} of the parameters)")
         if self.folds:
-            counts = Counter(fold.status for fold in self.folds)
-            lines.append("  folds: " + ", ".join(f"{count} {status}" for status, count in counts.items()))
+            lines.append(f"  scales of channels: {self.describe_folds()}")
         return "\n".join(lines + [f"  warning: {warning}" for warning in self.warnings])
 
     def to_dict(self) -> dict[str, Any]:
