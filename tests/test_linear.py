@@ -4,6 +4,8 @@ import copy
 import io
 import math
 import pickle
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -548,6 +550,22 @@ def test_a_training_step_compiles_into_one_graph(name: str) -> None:
         found = torch.autograd.grad(compiled(x), (x, adapter.weight, layer.bias))
         for one, other in zip(expected, found, strict=True):
             torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(("scheme", "layout"), [("W4A16", "WORDS"), ("FP8_BLOCK", "FP8_WORDS")])
+def test_triton_ops_are_registered_when_a_layer_needs_them(scheme: str, layout: str) -> None:
+    code = f"""
+import sys, torch, torchq
+from torchq import layouts
+assert "triton" not in sys.modules
+layouts.layout_for = lambda form, device: layouts.{layout}
+model = torch.nn.Sequential(torch.nn.Linear(256, 64))
+torchq.quantize_(model, {scheme!r}, progress=False)
+print(model[0]._chosen.forward, model[0]._chosen.input_grad)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    op = "wna16_triton" if layout == "WORDS" else "fp8_triton"
+    assert done.stdout.split() == [f"torchq.{op}.default", f"torchq.{op}_input_grad.default"], done.stderr
 
 
 def test_extra_repr_names_the_scheme() -> None:

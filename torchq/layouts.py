@@ -86,7 +86,7 @@ def layout_of(buffers: Buffers) -> Layout | None:
 
 # --------------------------------------------------------------------------------------------- the format pack-quantized
 
-_PACKED = ("weight_packed", "weight_scale", "weight_zero_point")
+PACKED = ("weight_packed", "weight_scale", "weight_zero_point")
 
 
 def packed_tensors(q: Tensor, scale: Tensor, zero_point: Tensor | None, num_bits: int) -> dict[str, Tensor]:
@@ -133,7 +133,7 @@ def _unpack_planes(buffers: Buffers, form: Form) -> dict[str, Tensor]:
 
 
 PLANES = Layout(
-    _PACKED,
+    PACKED,
     ("weight_planes", "scale_and_zero", "native_zero_point", "native_zero_residual"),
     _can_hold_planes,
     _pack_planes,
@@ -169,7 +169,7 @@ def _unpack_words(buffers: Buffers, form: Form) -> dict[str, Tensor]:
     return packed_tensors(codes, buffers["words_scale"].t().contiguous(), zeros, num_bits)
 
 
-WORDS = Layout(_PACKED, ("weight_words", "words_scale", "words_zero_point"), _can_hold_words, _pack_words, _unpack_words)
+WORDS = Layout(PACKED, ("weight_words", "words_scale", "words_zero_point"), _can_hold_words, _pack_words, _unpack_words)
 
 
 # ------------------------------------------------------------------------------------------------------ torchq.kernels.fp8_triton

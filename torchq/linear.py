@@ -7,8 +7,9 @@ other devices give the canonical one back bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -37,10 +38,6 @@ _HOOKS = (
 )
 _KERNEL_MODULES = (wna16, wna16_cpu, w8a8_int8, w8a8_int8_cpu)  # named so that importing them, which registers ops, is a use
 _OPS = torch.ops.torchq
-
-
-def _of(buffers: Mapping[str, Tensor | None], layout: layouts.Layout) -> tuple[Tensor | None, ...]:
-    return tuple(buffers[name] for name in layout.buffers)
 
 
 @dataclass(frozen=True)
@@ -113,10 +110,14 @@ class _Linear(torch.autograd.Function):
 
 
 class _Kernel(NamedTuple):
-    """Two ops on a weight: ``forward(x, *tensors, bias, *settings)`` and ``input_grad(grad_y, *tensors, *settings)``."""
+    """Two ops on a weight: ``forward(x, *tensors, bias, *settings)`` and ``input_grad(grad_y, *tensors, *settings)``.
+
+    ``names``: of the tensors among the layer's buffers.
+    """
 
     forward: OpOverload
     input_grad: OpOverload
+    names: tuple[str, ...]
     settings: tuple[int, ...] = ()
     rounds: bool = False  # activations to fp8 first
 
@@ -125,6 +126,12 @@ class _Kernel(NamedTuple):
         x = fp8.round_activations(x, None, 0) if self.rounds else x
         y: Tensor = self.forward(x, *tensors, bias, *self.settings)
         return y
+
+
+def _kernel_named(op: str, names: tuple[str, ...], settings: tuple[int, ...] = (), rounds: bool = False) -> _Kernel:
+    if op.endswith("_triton"):
+        import_module(f"torchq.kernels.{op}")  # registers it, and imports triton
+    return _Kernel(getattr(_OPS, op).default, getattr(_OPS, f"{op}_input_grad").default, names, settings, rounds)
 
 
 class QuantLinear(nn.Module):
@@ -183,6 +190,7 @@ class QuantLinear(nn.Module):
         else:
             self.register_parameter("bias", None)
         self._set_placeholder()
+        self._chosen = self._choose_kernel()
 
     @classmethod
     def from_linear(cls, linear: nn.Module, quantized_weight: QuantizedWeight) -> QuantLinear:
@@ -232,32 +240,28 @@ class QuantLinear(nn.Module):
 
     def _kernel(self) -> tuple[_Kernel, tuple[Tensor | None, ...]]:
         """What multiplies by the weight as it lies in memory, and its tensors."""
-        buffers, args = self._buffers, self.scheme.weights  # the dict: attribute look-ups of a Module cost microseconds
-        if self.scheme.format == "pack-quantized":
-            settings = (args.num_bits, args.group_size or self.in_features), self.scheme.input_activations is not None
-            if "weight_planes" in buffers:
-                ops = _OPS.wna16_cpu.default, _OPS.wna16_cpu_input_grad.default
-                return _Kernel(*ops, *settings), _of(buffers, layouts.PLANES)
-            if "weight_words" in buffers:
-                ops = _OPS.wna16_triton.default, _OPS.wna16_triton_input_grad.default
-                return _Kernel(*ops, *settings), _of(buffers, layouts.WORDS)
-            kernel = _Kernel(_OPS.wna16.default, _OPS.wna16_input_grad.default, *settings)
-            return kernel, (buffers["weight_packed"], buffers["weight_scale"], buffers.get("weight_zero_point"))
-        input_scale, zero_point = buffers.get("input_scale"), buffers.get("input_zero_point")
+        kernel, get = self._chosen, self._buffers.get  # the dict: attribute look-ups of a Module cost microseconds
+        tensors = tuple([get(name) for name in kernel.names])
+        return kernel, tensors if self._onednn_weight is None else (self._onednn_weight, *tensors)
+
+    def _choose_kernel(self) -> _Kernel:
+        """The kernel for the layout in memory."""
+        scheme, args = self.scheme, self.scheme.weights
+        acts, layout = scheme.input_activations, layouts.layout_of(self._buffers)
+        if scheme.format == "pack-quantized":
+            op = "wna16" if layout is None else "wna16_cpu" if layout is layouts.PLANES else "wna16_triton"
+            names = layouts.PACKED if layout is None else layout.buffers
+            return _kernel_named(op, names, (args.num_bits, args.group_size or self.in_features), acts is not None)
         if args.type == "int":
+            names = "weight_scale", "input_scale", "input_zero_point"
             if self._onednn_weight is not None:
-                ops = _OPS.w8a8_int8_cpu.default, _OPS.w8a8_int8_cpu_input_grad.default
-                return _Kernel(*ops), (self._onednn_weight, buffers["weight_scale"], input_scale, zero_point)
-            kernel = _Kernel(_OPS.w8a8_int8.default, _OPS.w8a8_int8_input_grad.default)
-            return kernel, (buffers["weight"], buffers["weight_scale"], input_scale, zero_point)
-        acts = self.scheme.input_activations
+                return _kernel_named("w8a8_int8_cpu", names)
+            return _kernel_named("w8a8_int8", ("weight", *names))
         dynamic_group = -1 if acts is None or not acts.dynamic else acts.group_size or 0
         rows, columns = args.block_structure or (0, 0)
-        if "fp8_words" in buffers:
-            ops = _OPS.fp8_triton.default, _OPS.fp8_triton_input_grad.default
-            return _Kernel(*ops, (columns or self.in_features, dynamic_group)), (*_of(buffers, layouts.FP8_WORDS), input_scale)
-        ops = _OPS.fp8_linear.default, _OPS.fp8_linear_input_grad.default
-        return _Kernel(*ops, (dynamic_group, rows, columns)), (buffers["weight"], buffers["weight_scale"], input_scale)
+        if layout is not None:
+            return _kernel_named("fp8_triton", (*layout.buffers, "input_scale"), (columns or self.in_features, dynamic_group))
+        return _kernel_named("fp8_linear", ("weight", "weight_scale", "input_scale"), (dynamic_group, rows, columns))
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -304,8 +308,11 @@ class QuantLinear(nn.Module):
 
     def pack_native_(self) -> None:
         """Move to the layout of the device's kernel where it can hold this weight and is of use."""
-        if self.is_native:
-            return
+        if not self.is_native:
+            self._lay_out()
+        self._chosen = self._choose_kernel()
+
+    def _lay_out(self) -> None:
         form = self._form
         layout = layouts.layout_for(form, self._device)
         if layout is not None:
@@ -338,6 +345,7 @@ class QuantLinear(nn.Module):
         self._buffers.update(tensors)
         if "weight" in tensors:
             self.__dict__.pop("weight", None)  # the placeholder
+        self._chosen = self._choose_kernel()
 
     def _set_placeholder(self) -> None:
         """Give layers without one a ``weight`` that answers questions about dtype, device and shape, and poisons arithmetic."""
@@ -418,7 +426,7 @@ class QuantLinear(nn.Module):
             tensors[name] = tensors[name].view(torch.int8)
         state["_buffers"] = tensors
         state["_non_persistent_buffers_set"] = set()
-        state["_onednn_weight"] = state["siblings"] = None
+        state["_onednn_weight"] = state["siblings"] = state["_chosen"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
