@@ -164,6 +164,17 @@ def test_a_sibling_called_alone_or_with_another_tensor_is_right(launches: list[i
 
 
 @pytest.mark.usefixtures("in_words")
+def test_under_autocast_each_layer_multiplies_its_own_copy(launches: list[int]) -> None:
+    model = model_in().float()
+    with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
+        expected = model(IDS).logits
+        fuse_siblings_(model)
+        launches.clear()
+        assert torch.equal(model(IDS).logits, expected)
+    assert max(launches) <= 128 and len(launches) == 14
+
+
+@pytest.mark.usefixtures("in_words")
 def test_gradients_go_through_each_layer(launches: list[int]) -> None:
     model = model_in()
     embeddings = model.get_input_embeddings()(IDS).detach()

@@ -225,14 +225,15 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., N] for activations x [..., K], in x's dtype; under ``torch.autocast`` in its dtype, as nn.Linear."""
-        device = x.device.type
+        device, given = x.device.type, x
         if not x.is_meta and torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(device))
         bias: Tensor | None = self._parameters["bias"]
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
-        if self.siblings is not None and self.siblings.tensors is not None and not torch.is_grad_enabled():
-            return self.siblings.product(self, x)
+        siblings = self.siblings  # who know a tensor by its identity
+        if siblings is not None and siblings.tensors is not None and x is given and not torch.is_grad_enabled():
+            return siblings.product(self, x)
         kernel, tensors = self._kernel()
         if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
             return _Linear.apply(x, bias, kernel, *tensors)  # type: ignore[no-untyped-call]

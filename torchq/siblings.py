@@ -42,7 +42,8 @@ class Siblings:
         tensors: list[Tensor | None] = []
         for name in layout.buffers:
             parts = [member._buffers[name] for member in self.members]
-            wide = None if parts[0] is None else torch.cat([part for part in parts if part is not None], dim=1)
+            with torch.autocast(self.members[0]._device.type, enabled=False):  # which would cast scales
+                wide = None if parts[0] is None else torch.cat([part for part in parts if part is not None], dim=1)
             tensors.append(wide)
             sizes = [member.out_features for member in self.members]
             for member, part in zip(self.members, [None] * len(parts) if wide is None else wide.split(sizes, dim=1), strict=True):
