@@ -169,9 +169,12 @@ def multiply_consumer_(model: nn.Module, consumer: Consumer, scale: Tensor) -> N
 
 def column_scale(consumer: Consumer, scale: Tensor) -> Tensor:
     """Return [K]: the scale [C] of the channel that each column of a consumer reads, 1 for columns that read another tensor."""
-    if consumer.channels is None:
-        return scale
-    return torch.cat([scale, scale.new_ones(1)])[consumer.channels.to(scale.device)]  # -1 is the one at the end
+    return scale if consumer.channels is None else by_column(scale, consumer.channels.to(scale.device))
+
+
+def by_column(scale: Tensor, channels: Tensor) -> Tensor:
+    """Scales of channels [C], and the channel of each column [K], -1 for none -> scales of columns [K], 1 where there is none."""
+    return torch.cat([scale, scale.new_ones(1)])[channels]  # -1 is the one at the end
 
 
 def weight_and_bias(model: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:

@@ -204,10 +204,8 @@ class QuantLinear(nn.Module):
             tensors["weight_shape"] = torch.tensor([out_features, in_features], device=qw.q.device)
         else:
             tensors["weight"] = qw.q.contiguous()
-            if "input_scale" in module._buffers:
-                tensors["input_scale"] = qw.input_scale
-            if "input_zero_point" in module._buffers:
-                tensors["input_zero_point"] = qw.input_zero_point
+            static = ("input_scale", "input_zero_point")
+            tensors |= {name: getattr(qw, name) for name in static if name in module._buffers}
         for name, tensor in tensors.items():
             if tensor is None:
                 raise ValueError(f"{name} is missing: scheme {scheme.name} has static activations")

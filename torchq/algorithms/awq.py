@@ -23,6 +23,7 @@ from torch import Tensor
 from torchq import numerics
 from torchq.algorithms.gptq import output_error, sample_rows
 from torchq.algorithms.rtn import signed_scales
+from torchq.folding import by_column
 from torchq.scheme import QuantArgs, Scheme
 
 _ROWS = 64  # of a weight, that candidates are judged by
@@ -105,11 +106,6 @@ def _error(rows: Tensor, H: Tensor, mean_square: Tensor, s: Tensor, scheme: Sche
     )
     restored = numerics.dequantize(numerics.quantize(scaled, scale, zero_point, args), scale, zero_point, args)
     return output_error(restored / s - rows, H)
-
-
-def by_column(s: Tensor, columns: Tensor) -> Tensor:
-    """Scales of channels [C] -> of columns [K]; 1 for columns that read none."""
-    return torch.cat([s, s.new_ones(1)])[columns]
 
 
 def channel_mean(values: Tensor, columns: Tensor, num_channels: int) -> Tensor:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from torchq import numerics
-from torchq.algorithms.awq import bounded, by_column
+from torchq.algorithms.awq import bounded
 from torchq.algorithms.gptq import sample_rows
 from torchq.algorithms.rtn import signed_scales
 from torchq.calibration.observers import fake_quantize, static_qparams
+from torchq.folding import by_column
 from torchq.scheme import QuantArgs, Scheme
 
 _ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

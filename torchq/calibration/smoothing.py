@@ -44,7 +44,6 @@ class Fold:
         effective: [C] float32: what that really divides by, in the dtype of the producer.
         columns: [K] float32: ``effective`` for each column of the group's weights.
         others: Consumers that are not quantized.
-        ratio: Error in the search, over that without.
     """
 
     pair: FoldPair
@@ -52,7 +51,6 @@ class Fold:
     effective: Tensor
     columns: Tensor
     others: tuple[str, ...]
-    ratio: float
 
 
 class Smoothing:
@@ -98,18 +96,18 @@ class Smoothing:
         columns, train = columns.to(weight.device), group.train
         assert train is not None
         if isinstance(settings, AWQ):
-            s, ratio = awq.search_scale(weight, train.H, train.num_tokens, columns, c, scheme, settings)
+            s, _ = awq.search_scale(weight, train.H, train.num_tokens, columns, c, scheme, settings)
         else:
             judging = train if group.holdout is None or not len(group.holdout.sample) else group.holdout
             # of the tokens that say how large channels are, none is clipped: by them, the largest alpha would be best
-            s, ratio = smoothquant.search_scale(weight, train.absmax, judging.sample, columns, c, scheme, settings)
+            s, _ = smoothquant.search_scale(weight, train.absmax, judging.sample, columns, c, scheme, settings)
         if others or (pair.producer.kind == "linear" and pair.producer.name not in self.quantized):
             s = torch.exp2(s.log2().round())  # 16-bit matrices take powers of two without rounding
         if bool((s == s[0]).all()):
             self._report(pair, "undone", reason="no scales lower the error")
             return None
         effective = effective_scale(self.model, pair.producer, s).to(weight.device)
-        return Fold(pair, s, effective, column_scale(first, effective), others, ratio)
+        return Fold(pair, s, effective, column_scale(first, effective), others)
 
     def refuse(self, group: Group, reason: str) -> None:
         """Report why a group's scales are not searched."""
