@@ -13,6 +13,7 @@ from torchq.quantize import quantize_
 from torchq.report import QuantReport
 from torchq.scheme import QuantArgs, Scheme
 from torchq.siblings import fuse_siblings_
+from torchq.training import prepare_for_training
 from torchq.warmup import warmup
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "__version__",
     "fuse_siblings_",
     "load_pretrained",
+    "prepare_for_training",
     "quantize_",
     "save_pretrained",
     "warmup",

@@ -223,12 +223,8 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., N] for activations x [..., K], in x's dtype; under ``torch.autocast`` in its dtype, as nn.Linear."""
-        device, given = x.device.type, x
-        if not x.is_meta and torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(device))
-        bias: Tensor | None = self._parameters["bias"]
-        if bias is not None and bias.dtype != x.dtype:
-            bias = bias.to(x.dtype)
+        given = x
+        x, bias = self.cast_inputs(x)
         siblings = self.siblings  # who know a tensor by its identity
         if siblings is not None and siblings.tensors is not None and x is given and not torch.is_grad_enabled():
             return siblings.product(self, x)
@@ -236,6 +232,14 @@ class QuantLinear(nn.Module):
         if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
             return _Linear.apply(x, bias, kernel, *tensors)  # type: ignore[no-untyped-call]
         return kernel(x, tensors, bias)
+
+    def cast_inputs(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return x in the dtype to compute in (autocast's under ``torch.autocast``), and the bias in it."""
+        device = x.device.type
+        if not x.is_meta and torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(device))
+        bias: Tensor | None = self._parameters["bias"]
+        return x, bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
 
     def _kernel(self) -> tuple[_Kernel, tuple[Tensor | None, ...]]:
         """What multiplies by the weight as it lies in memory, and its tensors."""

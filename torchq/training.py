@@ -1,0 +1,46 @@
+"""prepare_for_training: LoRA on a packed model."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Literal
+
+from torch import nn
+
+
+def prepare_for_training(
+    model: nn.Module,
+    *,
+    merge: Literal["new_scales", "same_grid", "float"] = "new_scales",
+    merge_aware: bool = False,
+    gradient_checkpointing: bool = False,
+) -> nn.Module:
+    """Make a packed model ready for PEFT's adapters, in place; call it in place of ``peft.prepare_model_for_kbit_training``.
+
+    Every parameter is frozen (packed weights are no parameters), and each packed layer becomes a LoRA layer without adapters
+    (:class:`torchq.integrations.peft.LoraQuantLinear`), to which ``peft.get_peft_model``, ``PeftModel.from_pretrained`` or a
+    trainer that is given a ``peft_config`` add theirs. Nothing is cast to float32: adapters are float32 by PEFT's default.
+
+    Args:
+        model: A model that :func:`torchq.quantize_` quantized or :func:`torchq.load_pretrained` loaded.
+        merge: What PEFT's merging makes of packed layers: ``"new_scales"`` (the merged weight rounded to scales searched anew),
+            ``"same_grid"`` (to the scales there are) or ``"float"`` (ordinary 16-bit layers). Of these only ``"float"`` keeps all
+            that the adapters learned; :func:`torchq.integrations.peft_merge.merge_adapters` measures it.
+        merge_aware: Whether adapters are trained through the rounding of their merge to the same grid (straight-through
+            estimator), so that the merged model is the trained one. Needs ``merge="same_grid"``.
+        gradient_checkpointing: Whether to turn it on (not reentrant). Trainers have their own switch.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ImportError: If PEFT is not installed.
+        ValueError: If nothing in the model is quantized, it has LoRA layers already, or the settings contradict each other.
+    """
+    if find_spec("peft") is None:
+        raise ImportError("prepare_for_training needs PEFT: pip install peft")
+    from torchq.integrations import peft
+
+    return peft.prepare_for_training(
+        model, merge=merge, merge_aware=merge_aware, gradient_checkpointing=gradient_checkpointing
+    )
