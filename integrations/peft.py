@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from peft.tuners.lora.dora import DoraLinearLayer
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from torchq.checkpoint.reader import to_linear
 from torchq.linear import QuantLinear
-from torchq.lora import Adapter, delta_weight, lora_linear, merged_linear, requantize
+from torchq.lora import Adapter, Requantize, check_requantize, delta_weight, lora_linear, merged_linear, requantize
 from torchq.model_utils import list_names, set_module
 
-MERGE = ("new_scales", "same_grid", "float")
+MERGE = (*get_args(Requantize), "float")
 _SECOND_TIME = r"You are trying to modify a model with PEFT for a second time"
 _WEIGHT_INITS = ("pissa", "olora", "corda", "loftq", "mica", "lora_ga")  # these change the base weight
 
@@ -35,16 +35,15 @@ class LoraQuantLinear(Linear):
 
     Args:
         base_layer: The packed layer.
-        merge_to: What merging adapters makes of it: ``"new_scales"`` (rounded to scales searched anew), ``"same_grid"`` (rounded to
-            the scales it has) or ``"float"`` (an ordinary Linear in 16 bits).
-        merge_aware: Whether to multiply by the weight that a merge to the same grid gives, also in training.
+        merge_to: What merging makes of it: as :func:`torchq.lora.requantize`, or ``"float"``, an ordinary Linear in 16 bits.
+        merge_aware: Whether to multiply by the weight that a dithered merge gives, also in training.
 
     Attributes:
         kept: After merging to integers, the share of the adapters' change of the weight that survived the rounding:
             ``<W_merged - W, delta> / <delta, delta>``. None before.
     """
 
-    def __init__(self, base_layer: QuantLinear, *, merge_to: str = "new_scales", merge_aware: bool = False) -> None:
+    def __init__(self, base_layer: QuantLinear, *, merge_to: str, merge_aware: bool = False) -> None:
         nn.Module.__init__(self)
         LoraLayer.__init__(self, base_layer)
         self.fan_in_fan_out, self.is_target_conv_1d_layer = False, False
@@ -73,8 +72,8 @@ class LoraQuantLinear(Linear):
         init = kwargs.get("init_lora_weights") if config is None else config.init_lora_weights
         if isinstance(init, str) and init.lower().startswith(_WEIGHT_INITS):
             raise ValueError(
-                f"init_lora_weights={init!r} would change the weight of {kwargs.get('target_name') or 'a layer'}, which is packed; use "
-                "init_lora_weights=True, then torchq.integrations.peft_merge.init_from_quantization_error(model, reference)"
+                f"init_lora_weights={init!r} would change the weight of {kwargs.get('target_name') or 'a layer'}, which is packed; "
+                "use init_lora_weights=True, then torchq.integrations.peft_merge.init_from_quantization_error(model, reference)"
             )
         if self.merge_aware and (kwargs.get("use_dora") if config is None else config.use_dora):
             raise ValueError("use_dora=True does not go with merge-aware training; use plain LoRA, or merge_aware=False")
@@ -129,18 +128,16 @@ class LoraQuantLinear(Linear):
         original = self._unmerged[0] if self._unmerged else self.base_layer
         weight = original.dequantize(torch.float32)
         delta = self._weight_with(weight, names).sub_(weight)
-        target = weight.add_(delta)
         merged: nn.Module
         if self.merge_to == "float":
-            if not torch.isfinite(target).all():
+            if not torch.isfinite(delta).all():
                 raise ValueError("the merged weight holds NaN or inf: the adapter is broken (did the training diverge?)")
-            merged = to_linear(original)
-            target = target.t() if original.transposed else target
-            merged.weight.data = target.to(merged.weight.dtype).contiguous()
+            merged, total = to_linear(original), weight.add_(delta)
+            merged.weight.data = (total.t() if original.transposed else total).to(merged.weight.dtype).contiguous()
             self.kept = None
         else:
-            merged = requantize(original, target, self.merge_to)  # type: ignore[arg-type]
-            change = merged.dequantize(torch.float32).sub_(target).add_(delta)
+            merged = requantize(original, delta, self.merge_to)  # type: ignore[arg-type]
+            change = merged.dequantize(torch.float32).sub_(weight)
             self.kept = (torch.sum(change * delta) / torch.sum(delta * delta).clamp_min(1e-30)).item()
             _warn_of_rounding()
         self._merge_bias(merged, names)
@@ -182,8 +179,8 @@ class LoraQuantLinear(Linear):
 
 def _warn_of_rounding() -> None:
     warnings.warn(
-        "adapters are merged into packed weights: what they learned is rounded to the weights' grid, and a part of it may be lost; "
-        "torchq.integrations.peft_merge.merge_adapters measures how much, merge='float' of prepare_for_training keeps all",
+        "adapters are merged into packed weights: what they learned is rounded to the weights' grid, and a part of it may be "
+        "lost; torchq.integrations.peft_merge.merge_adapters measures how much, merge='float' of prepare_for_training keeps all",
         stacklevel=4,
     )
 
@@ -247,13 +244,13 @@ class _DoraVariant(DoraLinearVariant):
 
 
 def prepare_for_training(
-    model: nn.Module, *, merge: str = "new_scales", merge_aware: bool = False, gradient_checkpointing: bool = False
+    model: nn.Module, *, merge: str | None = None, merge_aware: bool = False, gradient_checkpointing: bool = False
 ) -> nn.Module:
     """See :func:`torchq.prepare_for_training`."""
-    if merge not in MERGE:
+    if merge is not None and merge not in MERGE:
         raise ValueError(f"merge must be one of {', '.join(map(repr, MERGE))}, got {merge!r}")
-    if merge_aware and merge != "same_grid":
-        raise ValueError(f"merge_aware=True trains for a merge to the same grid: use merge='same_grid', got merge={merge!r}")
+    if merge_aware and merge not in (None, "dithered"):
+        raise ValueError(f"merge_aware=True trains for a dithered merge: use merge='dithered', got merge={merge!r}")
     layers = {name: module for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, QuantLinear)}
     wrapped = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     if wrapped:
@@ -262,10 +259,16 @@ def prepare_for_training(
         )
     if not layers:
         raise ValueError("nothing in the model is quantized; call quantize_ first, or use PEFT alone")
-    if merge == "same_grid" and (fixed := [name for name, layer in layers.items() if layer.scheme.format == "nf4"]):
-        raise ValueError(f"merge='same_grid' is not possible for NF4, whose grid follows its values ({list_names(fixed)})")
+    if merge_aware:
+        merge = "dithered"
+    if merge is not None:
+        for name, layer in layers.items():
+            check_merge(name, layer, merge)
     model.requires_grad_(False)
-    new = {id(layer): LoraQuantLinear(layer, merge_to=merge, merge_aware=merge_aware) for layer in layers.values()}
+    new = {
+        id(layer): LoraQuantLinear(layer, merge_to=merge or default_merge(layer), merge_aware=merge_aware)
+        for layer in layers.values()
+    }
     for name, layer in layers.items():
         set_module(model, name, new[id(layer)].train(layer.training))
     _leave_buffers_out_of_ddp(model)
@@ -274,6 +277,21 @@ def prepare_for_training(
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     model.register_forward_pre_hook(_AdapterCheck())
     return model
+
+
+def default_merge(layer: QuantLinear) -> str:
+    """How adapters of a layer are merged unless something else is asked for."""
+    return "dithered" if layer.scheme.weights.type == "int" else "new_scales"
+
+
+def check_merge(name: str, layer: QuantLinear, how: str) -> None:
+    """Raise ValueError unless adapters of the layer can be merged in this way."""
+    if how == "float":
+        return
+    try:
+        check_requantize(how, layer.scheme)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 class _AdapterCheck:

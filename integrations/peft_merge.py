@@ -1,7 +1,7 @@
 """PEFT: merge adapters into packed weights and say what the rounding lost; start adapters at the quantization error.
 
-Starting at the error: the best rank-r approximation of ``W - dequantize(Q(W))``, from its singular value decomposition, as LoftQ's
-(arXiv 2310.08659) last step and PiSSA's (arXiv 2404.02948, section 3) for a quantized base.
+Starting at the error: the best rank-r approximation of ``W - dequantize(Q(W))``, from its singular value decomposition, as
+LoftQ's last step (arXiv 2310.08659) and PiSSA's (arXiv 2404.02948, section 3) for a quantized base.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torchq.checkpoint.reader import dequantize_, to_linear
 from torchq.evaluation.divergence import Divergence, english_text, measure_divergence, token_windows
-from torchq.integrations.peft import MERGE, LoraQuantLinear
+from torchq.integrations.peft import MERGE, LoraQuantLinear, check_merge
 from torchq.linear import QuantLinear
 from torchq.model_utils import list_names
 
@@ -35,7 +35,7 @@ class MergeReport:
     """What merging kept of adapters.
 
     Attributes:
-        requantize: ``"new_scales"``, ``"same_grid"`` or ``"float"``.
+        requantize: How: ``"dithered"``, ``"same_grid"``, ``"new_scales"`` or ``"float"``.
         adapter_to_merged: Divergence of the merged model from the model with adapters: what was lost. None if not measured.
         adapter_to_base: Divergence of the base without adapters from it: what there was to lose. None if not measured.
         layers: Layer -> share of the weight's change that survived the rounding (1: all; float layers are not listed).
@@ -79,9 +79,9 @@ def merge_adapters(
 
     Args:
         model: A PeftModel whose packed layers :func:`torchq.prepare_for_training` wrapped.
-        requantize: ``"new_scales"``: merged weights are rounded to scales searched anew. ``"same_grid"``: to the scales there are.
-            ``"float"``: the whole model becomes an ordinary 16-bit one (quantize it again with calibration data for the best packed
-            result). None: what ``prepare_for_training`` was told.
+        requantize: ``"dithered"``, ``"same_grid"`` or ``"new_scales"``: how merged weights are rounded
+            (:func:`torchq.lora.requantize`). ``"float"``: the whole model becomes an ordinary 16-bit one (quantize it again with
+            calibration data for the best packed result). None: what ``prepare_for_training`` was told.
         evaluation: Token ids, [T] int64 each, T >= 2, on which the divergences are measured. None: 4,000 tokens of English prose
             if there is a tokenizer, else nothing is measured.
         tokenizer: For the text, if ``evaluation`` is None.
@@ -99,13 +99,13 @@ def merge_adapters(
         evaluation = token_windows(tokenizer, english_text(), num_windows=8, length=512, start=20_000)
     windows = None if evaluation is None else list(evaluation)
     before = {name: layer.merge_to for name, layer in layers.items()}
-    how = requantize or next(iter(before.values()))
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="adapters are merged into packed weights")  # the report says it
             for layer in layers.values():
-                layer.merge_to = how
+                layer.merge_to = requantize or layer.merge_to
             model.merge_adapter()
+        how = " and ".join(sorted({layer.merge_to for layer in layers.values()}))
         report = _measure(model, layers, how, windows)
     except BaseException:
         for name, layer in layers.items():
@@ -119,8 +119,8 @@ def merge_adapters(
     kept = report.kept
     if kept is not None and kept < min_kept:
         warnings.warn(
-            f"{report.summary()}: {max(kept, 0):.0%} of what the adapters changed is left; merge to 'float' and quantize again with "
-            "calibration data, train with merge_aware=True, or serve base and adapter apart",
+            f"{report.summary()}: {max(kept, 0):.0%} of what the adapters changed is left; merge to 'float' and quantize again "
+            "with calibration data, train with merge_aware=True, or serve base and adapter apart",
             stacklevel=2,
         )
     quant_report = getattr(merged, "quant_report", None)
@@ -140,12 +140,10 @@ def _layers_to_merge(model: PeftModel, requantize: str | None) -> dict[str, Lora
         raise ValueError(f"no packed layer has an active adapter (active: {model.active_adapters}); call model.set_adapter first")
     if merged := [name for name, layer in layers.items() if layer.merged]:
         raise ValueError(f"{list_names(merged)} are merged already; call model.unmerge_adapter() first")
-    how = requantize or next(iter(layers.values())).merge_to
-    if how == "same_grid" and (fixed := [name for name, layer in layers.items() if layer.base_layer.scheme.format == "nf4"]):
-        raise ValueError(f"requantize='same_grid' is not possible for NF4, whose grid follows its values ({list_names(fixed)})")
-    aware = [name for name, layer in layers.items() if layer.merge_aware]
-    if aware and how != "same_grid":
-        warnings.warn(f"the adapters were trained for a merge to the same grid, requantize={how!r} is another model", stacklevel=3)
+    for name, layer in layers.items():
+        check_merge(name, layer.base_layer, requantize or layer.merge_to)
+    if requantize not in (None, "dithered") and any(layer.merge_aware for layer in layers.values()):
+        warnings.warn(f"the adapters were trained for a dithered merge, requantize={requantize!r} is another model", stacklevel=3)
     return layers
 
 
@@ -203,8 +201,8 @@ def init_from_quantization_error(
 ) -> dict[str, tuple[float, float]]:
     """Start an adapter at the best approximation of what quantizing the weights lost, in place of zero.
 
-    ``scaling * B @ A`` becomes the rank-r part of ``W - dequantize(Q(W))`` with the largest singular values, shared evenly between
-    A and B. DoRA's magnitudes start at the norms of the sum.
+    ``scaling * B @ A`` becomes the rank-r part of ``W - dequantize(Q(W))`` with the largest singular values, shared evenly
+    between A and B. DoRA's magnitudes start at the norms of the sum.
 
     Args:
         model: A PeftModel on a packed base (:func:`torchq.prepare_for_training`), before training.
@@ -215,8 +213,8 @@ def init_from_quantization_error(
         Layer -> relative error of the weight, ``|W - effective| / |W|``, before and after.
 
     Raises:
-        ValueError: If no packed layer has the adapter, the reference lacks a layer or has it in another shape, or a packed weight is
-            not the reference's (AWQ and SmoothQuant move scales between layers). Nothing has changed then.
+        ValueError: If no packed layer has the adapter, the reference lacks a layer or has it in another shape, or a packed weight
+            is not the reference's (AWQ and SmoothQuant move scales between layers). Nothing has changed then.
     """
     base = model.get_base_model()
     layers = {
@@ -267,7 +265,9 @@ def _reference_weights(reference: nn.Module | str | Path) -> dict[str, Any]:
         modules = {
             name: to_linear(module) if isinstance(module, QuantLinear) else module for name, module in reference.named_modules()
         }
-        return {name: (lambda m=m: m.weight.detach()) for name, m in modules.items() if isinstance(getattr(m, "weight", None), Tensor)}
+        return {
+            name: (lambda m=m: m.weight.detach()) for name, m in modules.items() if isinstance(getattr(m, "weight", None), Tensor)
+        }
     from safetensors import safe_open
 
     folder = Path(reference)

@@ -6,9 +6,10 @@ and B [N, r] (LoRA, arXiv 2106.09685, equation 3).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,10 @@ from torchq import numerics
 from torchq.algorithms.rtn import quantize_weight
 from torchq.kernels import fp8
 from torchq.linear import QuantizedWeight, QuantLinear
+from torchq.scheme import Scheme
 
-Requantize = Literal["same_grid", "new_scales"]
+Requantize = Literal["dithered", "same_grid", "new_scales"]
+_DITHER_STEPS = 1 << 12  # so that a code of up to 8 bits and a dither add up exactly in float32
 
 
 class Adapter(NamedTuple):
@@ -110,43 +113,71 @@ def delta_weight(adapters: Sequence[Adapter]) -> Tensor:
 
 
 @torch.no_grad()
-def requantize(layer: QuantLinear, weight: Tensor, how: Requantize) -> QuantLinear:
-    """Return a layer like ``layer`` with another weight, quantized by the same scheme.
+def requantize(layer: QuantLinear, delta: Tensor, how: Requantize) -> QuantLinear:
+    """Return a layer like ``layer`` whose weight is changed by ``delta`` and quantized by the same scheme.
+
+    Changes by adapters are far smaller than the steps of a 4-bit grid, and the weight lies in the middle of them: rounded to the
+    nearest, the sum is mostly the weight again. Dithered, each value is rounded up or down at a threshold of its own, spread
+    evenly over the step: the share of weights that move by a step is the size of the change, which so survives on average.
 
     Args:
         layer: What it is like: scheme, dtypes, bias (the same Parameter), static activation scales.
-        weight: [N, K] float32, finite.
-        how: ``"same_grid"``: rounded to the layer's own scales and zero points. ``"new_scales"``: with scales searched anew
-            (:class:`torchq.RTN`).
+        delta: [N, K] float32, finite.
+        how: ``"dithered"``: to the layer's own scales and zero points, with :func:`dither` (integer weights). ``"same_grid"``: to
+            the nearest on them. ``"new_scales"``: to the nearest, with scales searched anew (:class:`torchq.RTN`).
 
     Raises:
-        ValueError: If ``how`` is unknown, or ``weight`` is not finite.
+        ValueError: If ``how`` is unknown, or does not suit the scheme, or ``delta`` is not finite.
     """
-    if how not in ("same_grid", "new_scales"):
-        raise ValueError(f"requantize must be 'same_grid' or 'new_scales', got {how!r}")
-    if not torch.isfinite(weight).all():
+    check_requantize(how, layer.scheme)
+    if not torch.isfinite(delta).all():
         raise ValueError("the merged weight holds NaN or inf: the adapter is broken (did the training diverge?)")
     static = {name: layer._buffers.get(name) for name in ("input_scale", "input_zero_point")}
-    if how == "same_grid":
-        q, scale, zero_point = _on_grid(layer, weight)
-        quantized = QuantizedWeight(q, scale, zero_point, layer.scheme)
-    else:
+    if how == "new_scales":
+        weight = layer.dequantize(torch.float32).add_(delta)
         quantized, _ = quantize_weight(weight, layer.scheme, scale_dtype=layer.scale_dtype)
+    else:
+        quantized = QuantizedWeight(*_on_grid(layer, delta, how == "dithered"), layer.scheme)
     merged = QuantLinear.from_linear(layer, replace(quantized, **static))
     merged.compute_dtype, merged.transposed = layer.compute_dtype, layer.transposed
     return merged
 
 
-def _on_grid(layer: QuantLinear, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(Codes [N, K], scales, zero points or None) of a weight [N, K] float32 on a layer's own grid."""
-    _, scale, zero_point = layer.quantized_tensors()
-    return numerics.quantize(weight, scale.float(), zero_point, layer.scheme.weights), scale, zero_point
+def check_requantize(how: str, scheme: Scheme) -> None:
+    """Raise ValueError unless weights of ``scheme`` can be requantized in this way."""
+    if how not in get_args(Requantize):
+        raise ValueError(f"requantize must be one of {', '.join(map(repr, get_args(Requantize)))}, got {how!r}")
+    if how == "dithered" and scheme.weights.type != "int":
+        raise ValueError(f"requantize='dithered' is for integer weights, got scheme {scheme.name}; use 'new_scales'")
+    if how == "same_grid" and scheme.weights.type not in ("int", "float"):
+        raise ValueError(f"requantize='same_grid' is not possible for scheme {scheme.name}, whose grid follows its values")
+
+
+def dither(n: int, k: int, device: torch.device) -> Tensor:
+    """Return [N, K] float32 numbers in (0, 1), spread evenly along rows and columns: frac(row sqrt(2) + column golden ratio)."""
+    rows, columns = (torch.arange(size, dtype=torch.float64, device=device) for size in (n, k))
+    sums = (rows * math.sqrt(2) % 1).float().unsqueeze(1) + (columns * ((math.sqrt(5) - 1) / 2) % 1).float()
+    sums = sums.sub_(sums.floor()).mul_(_DITHER_STEPS).floor_().clamp_(max=_DITHER_STEPS - 1)
+    return sums.add_(0.5).div_(_DITHER_STEPS)
+
+
+def _on_grid(layer: QuantLinear, delta: Tensor, dithered: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(Codes [N, K], scales, zero points or None) of a layer's weight changed by ``delta`` [N, K] float32, on its own grid."""
+    q, scale, zero_point = layer.quantized_tensors()
+    args, (n, k) = layer.scheme.weights, q.shape
+    if args.type == "float":
+        weight = numerics.dequantize(q, scale, zero_point, args).float().add_(delta)
+        return numerics.quantize(weight, scale.float(), zero_point, args), scale, zero_point
+    steps = numerics.to_groups(delta, args)
+    steps = numerics.from_groups(steps / scale.float().reshape(*steps.shape[:2], 1), args, (n, k)).add_(q)
+    codes = steps.add_(dither(n, k, q.device)).floor_() if dithered else steps.round_()
+    return codes.clamp_(args.quant_min, args.quant_max).to(torch.int8), scale, zero_point
 
 
 def merged_linear(layer: QuantLinear, x: Tensor, adapters: Sequence[Adapter]) -> Tensor:
-    """Return what ``layer`` returns once adapters are merged into it on its own grid, with gradients for the adapters.
+    """Return what ``layer`` returns once adapters are merged into it, dithered, with gradients for the adapters.
 
-    The forward pass multiplies by ``Q(W + sum(scaling * B @ A))``, Q as :func:`requantize` with ``"same_grid"``; the backward
+    The forward pass multiplies by ``Q(W + sum(scaling * B @ A))``, Q as :func:`requantize` with ``"dithered"``; the backward
     pass takes Q for the identity (the straight-through estimator, arXiv 1308.3432). The quantized sum is computed in each pass
     and not kept.
 
@@ -166,7 +197,9 @@ def merged_linear(layer: QuantLinear, x: Tensor, adapters: Sequence[Adapter]) ->
 
 class _MergedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantLinear, scalings: tuple[float, ...], *factors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantLinear, scalings: tuple[float, ...], *factors: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x, *factors)
         ctx.layer, ctx.scalings = layer, scalings
         return _product(layer, x, _merged_codes(layer, scalings, factors), bias)
@@ -190,12 +223,11 @@ class _MergedLinear(torch.autograd.Function):
         return grad_x, grads.sum(0) if needs_bias else None, None, None, *grad_factors
 
 
-def _merged_codes(layer: QuantLinear, scalings: Sequence[float], factors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+def _merged_codes(
+    layer: QuantLinear, scalings: Sequence[float], factors: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor | None]:
     adapters = [Adapter(a, b, s) for a, b, s in zip(factors[::2], factors[1::2], scalings, strict=True)]
-    q, scale, zero_point = layer.quantized_tensors()
-    args = layer.scheme.weights
-    weight = numerics.dequantize(q, scale, zero_point, args).float().add_(delta_weight(adapters))
-    return numerics.quantize(weight, scale.float(), zero_point, args), scale, zero_point
+    return _on_grid(layer, delta_weight(adapters), dithered=True)
 
 
 def _product(layer: QuantLinear, x: Tensor, weight: tuple[Tensor, Tensor, Tensor | None], bias: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 def prepare_for_training(
     model: nn.Module,
     *,
-    merge: Literal["new_scales", "same_grid", "float"] = "new_scales",
+    merge: Literal["dithered", "same_grid", "new_scales", "float"] | None = None,
     merge_aware: bool = False,
     gradient_checkpointing: bool = False,
 ) -> nn.Module:
@@ -23,11 +23,13 @@ def prepare_for_training(
 
     Args:
         model: A model that :func:`torchq.quantize_` quantized or :func:`torchq.load_pretrained` loaded.
-        merge: What PEFT's merging makes of packed layers: ``"new_scales"`` (the merged weight rounded to scales searched anew),
-            ``"same_grid"`` (to the scales there are) or ``"float"`` (ordinary 16-bit layers). Of these only ``"float"`` keeps all
-            that the adapters learned; :func:`torchq.integrations.peft_merge.merge_adapters` measures it.
-        merge_aware: Whether adapters are trained through the rounding of their merge to the same grid (straight-through
-            estimator), so that the merged model is the trained one. Needs ``merge="same_grid"``.
+        merge: What PEFT's merging makes of packed layers: ``"dithered"`` (the merged weight on the scales there are, each value
+            rounded up or down at a threshold of its own, so that small changes survive on average), ``"same_grid"`` (to the nearest
+            on them, where small changes are lost), ``"new_scales"`` (to the nearest, with scales searched anew) or ``"float"``
+            (ordinary 16-bit layers, which keep everything). None: dithered, and new scales where weights are not integers.
+            :func:`torchq.integrations.peft_merge.merge_adapters` measures what was lost.
+        merge_aware: Whether adapters are trained through the rounding of their dithered merge (straight-through estimator), so
+            that the merged model is the trained one. Integer weights only; no dropout.
         gradient_checkpointing: Whether to turn it on (not reentrant). Trainers have their own switch.
 
     Returns:
@@ -41,6 +43,4 @@ def prepare_for_training(
         raise ImportError("prepare_for_training needs PEFT: pip install peft")
     from torchq.integrations import peft
 
-    return peft.prepare_for_training(
-        model, merge=merge, merge_aware=merge_aware, gradient_checkpointing=gradient_checkpointing
-    )
+    return peft.prepare_for_training(model, merge=merge, merge_aware=merge_aware, gradient_checkpointing=gradient_checkpointing)
