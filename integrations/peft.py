@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torchq.checkpoint.reader import to_linear
 from torchq.linear import QuantLinear
 from torchq.lora import Adapter, Requantize, check_requantize, delta_weight, lora_linear, merged_linear, requantize
-from torchq.model_utils import list_names, set_module
+from torchq.model_utils import list_names, set_module, weight_of
 
 MERGE = (*get_args(Requantize), "float")
 _SECOND_TIME = r"You are trying to modify a model with PEFT for a second time"
@@ -43,13 +43,16 @@ class LoraQuantLinear(Linear):
             ``<W_merged - W, delta> / <delta, delta>``. None before.
     """
 
+    base_layer: Any  # the packed layer; or, while adapters are merged, what that made of it
+    merged_adapters: list[str]
+
     def __init__(self, base_layer: QuantLinear, *, merge_to: str, merge_aware: bool = False) -> None:
         nn.Module.__init__(self)
         LoraLayer.__init__(self, base_layer)
         self.fan_in_fan_out, self.is_target_conv_1d_layer = False, False
         self.merge_to, self.merge_aware = merge_to, merge_aware
         self.kept: float | None = None
-        self._unmerged: list[nn.Module] = []  # a list, so that nn.Module does not take it for a child: [the layer] while merged
+        self._unmerged: list[QuantLinear] = []  # a list, so that nn.Module does not take it for a child: [the layer] while merged
 
     def _get_in_out_features(self, module: QuantLinear) -> tuple[int, int]:
         return module.in_features, module.out_features
@@ -72,7 +75,7 @@ class LoraQuantLinear(Linear):
         init = kwargs.get("init_lora_weights") if config is None else config.init_lora_weights
         if isinstance(init, str) and init.lower().startswith(_WEIGHT_INITS):
             raise ValueError(
-                f"init_lora_weights={init!r} would change the weight of {kwargs.get('target_name') or 'a layer'}, which is packed; "
+                f"init_lora_weights={init!r} would change the packed weight of {kwargs.get('target_name') or 'a layer'}; "
                 "use init_lora_weights=True, then torchq.integrations.peft_merge.init_from_quantization_error(model, reference)"
             )
         if self.merge_aware and (kwargs.get("use_dora") if config is None else config.use_dora):
@@ -133,7 +136,8 @@ class LoraQuantLinear(Linear):
             if not torch.isfinite(delta).all():
                 raise ValueError("the merged weight holds NaN or inf: the adapter is broken (did the training diverge?)")
             merged, total = to_linear(original), weight.add_(delta)
-            merged.weight.data = (total.t() if original.transposed else total).to(merged.weight.dtype).contiguous()
+            like = weight_of(merged)
+            like.data = (total.t() if original.transposed else total).to(like.dtype).contiguous()
             self.kept = None
         else:
             merged = requantize(original, delta, self.merge_to)  # type: ignore[arg-type]
@@ -162,15 +166,14 @@ class LoraQuantLinear(Linear):
         bias = merged._parameters.get("bias")
         if bias is None:
             raise ValueError("lora_bias=True cannot be merged: the base layer has no bias; leave the adapter unmerged")
-        merged.bias = nn.Parameter(bias + sum(added).to(bias.dtype), requires_grad=False)  # type: ignore[attr-defined]
+        merged.bias = nn.Parameter(bias + sum(added).to(bias.dtype), requires_grad=False)
 
     def unmerge(self) -> None:
         """Bring the base layer back as it was, bit for bit."""
         if not self.merged:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
             return
-        device = next(self.base_layer.buffers(), getattr(self.base_layer, "weight", None)).device
-        self.base_layer = self._unmerged.pop().to(device)
+        self.base_layer = self._unmerged.pop().to(self.base_layer.weight.device)
         self.merged_adapters, self.kept = [], None
 
     def __repr__(self) -> str:
@@ -204,8 +207,8 @@ class _DoraLayer(DoraLinearLayer):
         self,
         x: Tensor,
         *,
-        lora_A: nn.Module,
-        lora_B: nn.Module,
+        lora_A: nn.Linear,
+        lora_B: nn.Linear,
         scaling: float,
         base_layer: QuantLinear,
         base_result: Tensor | None = None,

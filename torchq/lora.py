@@ -132,13 +132,14 @@ def requantize(layer: QuantLinear, delta: Tensor, how: Requantize) -> QuantLinea
     check_requantize(how, layer.scheme)
     if not torch.isfinite(delta).all():
         raise ValueError("the merged weight holds NaN or inf: the adapter is broken (did the training diverge?)")
-    static = {name: layer._buffers.get(name) for name in ("input_scale", "input_zero_point")}
     if how == "new_scales":
         weight = layer.dequantize(torch.float32).add_(delta)
         quantized, _ = quantize_weight(weight, layer.scheme, scale_dtype=layer.scale_dtype)
     else:
         quantized = QuantizedWeight(*_on_grid(layer, delta, how == "dithered"), layer.scheme)
-    merged = QuantLinear.from_linear(layer, replace(quantized, **static))
+    static = layer._buffers.get("input_scale"), layer._buffers.get("input_zero_point")
+    quantized = replace(quantized, input_scale=static[0], input_zero_point=static[1])
+    merged = QuantLinear.from_linear(layer, quantized)
     merged.compute_dtype, merged.transposed = layer.compute_dtype, layer.transposed
     return merged
 

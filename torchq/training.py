@@ -24,9 +24,10 @@ def prepare_for_training(
     Args:
         model: A model that :func:`torchq.quantize_` quantized or :func:`torchq.load_pretrained` loaded.
         merge: What PEFT's merging makes of packed layers: ``"dithered"`` (the merged weight on the scales there are, each value
-            rounded up or down at a threshold of its own, so that small changes survive on average), ``"same_grid"`` (to the nearest
-            on them, where small changes are lost), ``"new_scales"`` (to the nearest, with scales searched anew) or ``"float"``
-            (ordinary 16-bit layers, which keep everything). None: dithered, and new scales where weights are not integers.
+            rounded up or down at a threshold of its own, so that small changes survive on average), ``"same_grid"`` (to the
+            nearest on them, where small changes are lost), ``"new_scales"`` (to the nearest, with scales searched anew) or
+            ``"float"`` (ordinary 16-bit layers, which keep everything). None: dithered, and new scales where weights are not
+            integers.
             :func:`torchq.integrations.peft_merge.merge_adapters` measures what was lost.
         merge_aware: Whether adapters are trained through the rounding of their dithered merge (straight-through estimator), so
             that the merged model is the trained one. Integer weights only; no dropout.
