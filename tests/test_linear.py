@@ -612,3 +612,14 @@ def test_aot_eager_compiles_every_format() -> None:
         for length in (7, 12):
             x = tokens(torch.bfloat16, length, 256)
             torch.testing.assert_close(compiled(x), layers(x))
+
+
+@pytest.mark.parametrize("name", SOME_SCHEMES)
+def test_outputs_may_be_written_to_in_place(name: str) -> None:
+    _, layer = make(name, torch.float32)
+    x = tokens(torch.float32, 2, 3, 256).requires_grad_()
+    y = layer(x)
+    y += 1.0
+    y.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad[0, 0], layer.dequantize().sum(0), rtol=1e-4, atol=1e-4)

@@ -88,6 +88,11 @@ def buffer_specs(
     return specs
 
 
+def own(y: Tensor) -> Tensor:
+    """``y``, which may be a view of another tensor that nobody has, as one that is no view: callers may write to it in place."""
+    return torch.ops.aten._unsafe_view.default(y, y.shape)
+
+
 class _Linear(torch.autograd.Function):
     """The product where gradients are asked for. All it keeps for the backward pass is the packed weight, which is there anyway.
 
@@ -98,7 +103,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, kernel: _Kernel, *tensors: Tensor | None) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.kernel = kernel
-        return kernel(x, tensors, bias)
+        return own(kernel(x, tensors, bias))
 
     @staticmethod
     @once_differentiable

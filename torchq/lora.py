@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torchq import numerics
 from torchq.algorithms.rtn import quantize_weight
 from torchq.kernels import fp8
-from torchq.linear import QuantizedWeight, QuantLinear
+from torchq.linear import QuantizedWeight, QuantLinear, own
 from torchq.scheme import Scheme
 
 Requantize = Literal["dithered", "same_grid", "new_scales"]
@@ -66,7 +66,7 @@ class _LoraLinear(torch.autograd.Function):
     ) -> Tensor:
         split = len(rest) - 2 * len(scalings)
         tensors, factors = rest[:split], rest[split:]
-        y: Tensor = kernel(x, tensors, bias)
+        y = own(kernel(x, tensors, bias))
         rows, seen = y.view(-1, y.shape[-1]), x if adapter_x is None else adapter_x
         tokens = seen.reshape(-1, seen.shape[-1])
         hidden = []
@@ -203,7 +203,7 @@ class _MergedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, *factors)
         ctx.layer, ctx.scalings = layer, scalings
-        return _product(layer, x, _merged_codes(layer, scalings, factors), bias)
+        return own(_product(layer, x, _merged_codes(layer, scalings, factors), bias))
 
     @staticmethod
     @once_differentiable
