@@ -65,8 +65,12 @@ class VllmProcess:
             )
         self.has_int4_kernel: bool = self._answer(timeout=300)["has_int4_kernel"]
 
-    def generate(self, folder: Path, prompts: list[str], *, max_tokens: int, num_logprobs: int) -> list[dict[str, Any]]:
+    def generate(
+        self, folder: Path, prompts: list[str], *, max_tokens: int, num_logprobs: int, adapter: Path | None = None
+    ) -> list[dict[str, Any]]:
+        """Continue prompts; with an adapter, once without it and once with it."""
         request = {"folder": str(folder), "prompts": prompts, "max_tokens": max_tokens, "num_logprobs": num_logprobs}
+        request["adapter"] = None if adapter is None else str(adapter)
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()

@@ -12,11 +12,16 @@ import torch  # noqa: E402
 import vllm._custom_ops  # noqa: E402, F401  # registers torch.ops._C
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
 
 
-def generate(folder, prompts, max_tokens, num_logprobs):
-    """Load a checkpoint in its own dtype and continue the prompts greedily, past the end-of-text token."""
+def generate(folder, prompts, max_tokens, num_logprobs, adapter):
+    """Load a checkpoint in its own dtype and continue the prompts greedily, past the end-of-text token.
+
+    With the folder of an adapter: once without and once with it, one after the other in the answer.
+    """
     llm = None
+    lora = {} if adapter is None else {"enable_lora": True, "max_lora_rank": 16, "max_loras": 1}
     try:
         llm = LLM(
             model=folder,
@@ -27,9 +32,13 @@ def generate(folder, prompts, max_tokens, num_logprobs):
             kv_cache_memory_bytes=256 << 20,
             enable_prefix_caching=False,
             seed=0,
+            **lora,
         )
         params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=num_logprobs, ignore_eos=True)
-        return [completion(output, num_logprobs) for output in llm.generate(prompts, params, use_tqdm=False)]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        if adapter is not None:
+            outputs += llm.generate(prompts, params, use_tqdm=False, lora_request=LoRARequest("adapter", 1, adapter))
+        return [completion(output, num_logprobs) for output in outputs]
     finally:
         llm = None
         cleanup_dist_env_and_memory()
