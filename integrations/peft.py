@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, get_args
 
 import torch
+from peft import LoraConfig
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import Linear, LoraLayer
 from peft.tuners.lora.variants import DoraLinearVariant
@@ -27,6 +29,7 @@ from torchq.model_utils import list_names, set_module, weight_of
 
 MERGE = (*get_args(Requantize), "float")
 _SECOND_TIME = r"You are trying to modify a model with PEFT for a second time"
+_OTHER_VARIANTS = ("alora_invocation_tokens", "arrow_config", "use_bdlora", "use_qalora")  # PEFT 0.19 declares none of them
 _WEIGHT_INITS = ("pissa", "olora", "corda", "loftq", "mica", "lora_ga")  # these change the base weight
 
 
@@ -59,30 +62,29 @@ class LoraQuantLinear(Linear):
 
     # ----------------------------------------------------------------------------------------------------------- adapters
 
-    @property
-    def lora_variants(self) -> dict[tuple[str, ...], type | None]:
-        """Which variants of LoRA there are: the plain one and DoRA."""
-        return {(): None, ("use_dora",): _DoraVariant}
+    def resolve_lora_variant(self, *, config: LoraConfig, **kwargs: Any) -> Any:
+        """Return the variant that a config asks for: DoRA, or None for plain LoRA."""
+        return _DoraVariant() if config.use_dora else None
 
-    def resolve_lora_variant(self, *, config: Any = None, use_dora: bool = False, **kwargs: Any) -> Any:
-        """Return the variant that a config (PEFT 0.19 and older: ``use_dora``) asks for."""
-        use_dora = use_dora if config is None else config.use_dora
-        return _DoraVariant() if use_dora else None
-
-    def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    def update_layer(self, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any) -> None:
         """Add an adapter; called by PEFT."""
-        config = kwargs.get("config")
-        init = kwargs.get("init_lora_weights") if config is None else config.init_lora_weights
+        name, init = kwargs.get("target_name") or "a layer", config.init_lora_weights
+        declared = {field.name for field in fields(config) if field.metadata.get("is_lora_variant")} - {"use_dora"}
+        others = sorted(field for field in declared.union(_OTHER_VARIANTS) if getattr(config, field, None))
+        if others:
+            raise ValueError(
+                f"{name} is packed and takes LoRA, rsLoRA and DoRA, but not LoraConfig's {', '.join(others)}; leave it out"
+            )
         if isinstance(init, str) and init.lower().startswith(_WEIGHT_INITS):
             raise ValueError(
-                f"init_lora_weights={init!r} would change the packed weight of {kwargs.get('target_name') or 'a layer'}; "
+                f"init_lora_weights={init!r} would change the packed weight of {name}; "
                 "use init_lora_weights=True, then torchq.integrations.peft_merge.init_from_quantization_error(model, reference)"
             )
-        if self.merge_aware and (kwargs.get("use_dora") if config is None else config.use_dora):
+        if self.merge_aware and config.use_dora:
             raise ValueError("use_dora=True does not go with merge-aware training; use plain LoRA, or merge_aware=False")
         if not self.lora_A:
             self._active_adapter = adapter_name
-        super().update_layer(adapter_name, *args, **kwargs)
+        super().update_layer(adapter_name, *args, config=config, **kwargs)
 
     def adapters(self, names: Sequence[str] | None = None) -> list[Adapter]:
         """The factors of adapters, the active ones by default."""
@@ -277,8 +279,9 @@ def prepare_for_training(
     _leave_buffers_out_of_ddp(model)
     warnings.filterwarnings("ignore", message=_SECOND_TIME)  # what PEFT says of LoRA layers without adapters
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    model.register_forward_pre_hook(_AdapterCheck())
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # the older name
+        enable({"use_reentrant": False})  # type: ignore[operator]
+    model.register_forward_pre_hook(_AdapterCheck(), with_kwargs=True)
     return model
 
 
@@ -303,9 +306,11 @@ class _AdapterCheck:
     def __init__(self) -> None:
         self.passed = False
 
-    def __call__(self, model: nn.Module, args: Any) -> None:
+    def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self.passed or not (model.training and torch.is_grad_enabled()):
             return
+        if any(kwargs.get(name) is not None for name in ("inputs_embeds", "past_key_values")):
+            return  # learned prompts train what comes before the model
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
                 "nothing in the model is trainable: its weights are packed and frozen; add an adapter first "
