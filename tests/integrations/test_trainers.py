@@ -27,8 +27,8 @@ pytestmark = [
 
 TOKENS = 3 + (torch.arange(32)[:, None] + 5 * torch.arange(16)) % 20  # [32, 16]: something there is to learn
 ROWS = [{"input_ids": row, "labels": row} for row in TOKENS]
-COMMON = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128,
-              head_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+COMMON = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+              head_dim=16, vocab_size=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": tiny_llama,
     "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128, n_positions=64)),
@@ -199,8 +199,8 @@ def tokenizer() -> hf.PreTrainedTokenizerFast:
 
 
 def trl_settings(folder: Path) -> dict[str, Any]:
-    return dict(output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", logging_steps=1, max_steps=5, learning_rate=1e-2,
-                per_device_train_batch_size=4, save_strategy="no", disable_tqdm=True, seed=0)  # fmt: skip
+    return dict(output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", logging_steps=1, max_steps=5, seed=0,
+                learning_rate=1e-2, per_device_train_batch_size=4, save_strategy="no", disable_tqdm=True)  # fmt: skip
 
 
 def sentence(start: int, length: int) -> str:
