@@ -21,9 +21,11 @@ from peft.tuners.lora.layer import Linear, LoraLayer
 from peft.tuners.lora.variants import DoraLinearVariant
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from torchq import layouts
 from torchq.checkpoint.reader import to_linear
-from torchq.linear import QuantLinear
+from torchq.linear import QuantLinear, buffer_specs
 from torchq.lora import Adapter, Requantize, check_requantize, delta_weight, lora_linear, merged_linear, requantize
 from torchq.model_utils import list_names, set_module, weight_of
 
@@ -115,6 +117,8 @@ class LoraQuantLinear(Linear):
 
     def _is_plain(self, name: str, adapter: Adapter) -> bool:
         """Whether an adapter is two matrices that are all there (not sharded away until their own module is called)."""
+        if isinstance(adapter.A, DTensor) or isinstance(adapter.B, DTensor):
+            return False
         whole = adapter.A.shape[-1:] == (self.in_features,) and adapter.B.shape[:1] == (self.out_features,)
         return whole and name not in self.lora_variant and not self.lora_bias[name]
 
@@ -321,12 +325,16 @@ class _AdapterCheck:
 
 
 def _leave_buffers_out_of_ddp(model: nn.Module) -> None:
-    """Tell DistributedDataParallel not to send packed weights, which never change, from rank 0 to all others in each step."""
+    """Tell DistributedDataParallel not to send packed weights, which never change, from rank 0 to all others in each step.
+
+    By every name that they have on some device: the model may yet move to another.
+    """
+    native = {buffer for layout in layouts.LAYOUTS for buffer in layout.buffers}
     names = [
         f"{prefix}{name}.base_layer.{buffer}"
         for name, module in model.named_modules()
         if isinstance(module, LoraQuantLinear)
-        for buffer in module.base_layer._buffers
+        for buffer in native.union(buffer_specs(module.base_layer.scheme, 1, 1, torch.float32))
         for prefix in ("", "base_model.model.")
     ]
     model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]

@@ -81,7 +81,7 @@ def _is_old(device: torch.device) -> bool:
 
 def layout_of(buffers: Buffers) -> Layout | None:
     """The layout that these buffers are in, or None: the canonical one."""
-    return next((layout for layout in (PLANES, WORDS, FP8_WORDS) if layout.buffers[0] in buffers), None)
+    return next((layout for layout in LAYOUTS if layout.buffers[0] in buffers), None)
 
 
 # --------------------------------------------------------------------------------------------- the format pack-quantized
@@ -209,3 +209,5 @@ def _unpack_fp8_words(buffers: Buffers, form: Form) -> dict[str, Tensor]:
 FP8_WORDS = Layout(
     ("weight", "weight_scale"), ("fp8_words", "fp8_words_scale"), _can_hold_fp8_words, _pack_fp8_words, _unpack_fp8_words
 )
+
+LAYOUTS = (PLANES, WORDS, FP8_WORDS)

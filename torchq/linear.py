@@ -367,6 +367,15 @@ class QuantLinear(nn.Module):
 
     # ---------------------------------------------------------------------------------------------------------- nn.Module
 
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        """The checkpoint's tensors have their names as attributes also while another layout has replaced them (new tensors)."""
+        layout = layouts.layout_of(self.__dict__.get("_buffers", {}))
+        if layout is not None and name in layout.replaces:
+            tensors = layout.unpack(self._buffers, self._form)
+            if name in tensors:
+                return tensors[name]
+        return super().__getattr__(name)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
         """Move, share or cast: quantized tensors pass ``fn`` as integers, so that no cast can change a bit of them."""
         if fn(torch.empty(0, dtype=torch.int32)).dtype != torch.int32:
@@ -411,6 +420,12 @@ class QuantLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        kept = self._buffers.keys() - self._non_persistent_buffers_set
+        absent = buffer_specs(self.scheme, self.out_features, self.in_features, self.compute_dtype).keys() - kept
+        if absent and not any(prefix + name in state_dict for name in absent):  # adapters alone, say: nothing to lay out anew
+            missing_keys += [prefix + name for name in sorted(absent)] if strict else []
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+            return
         self.unpack_native_()
         wrong = []  # nn.Module would convert: truncate 16-bit weights to int8 codes, round scales
         for name, buffer in self._buffers.items():
