@@ -250,6 +250,8 @@ def _check_group_sizes(todo: list[LayerPlan]) -> None:
     bad: dict[tuple[int, int], list[str]] = defaultdict(list)
     for plan in todo:
         assert plan.scheme is not None
+        if plan.scheme.weights.type == "nf":  # whose blocks run on over the ends of rows
+            continue
         group_size, (_, in_features) = plan.scheme.weights.group_size, linear_shape(plan.module)
         if group_size is not None and in_features % group_size:
             bad[group_size, in_features].append(plan.names[0])
