@@ -140,7 +140,7 @@ def compress_absmax(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     normalized = torch.where(scale.unsqueeze(1) == 0, -1.0, normalized)  # code 0
     steps = ((normalized + 1) * 0.5 * _GRID_STEPS + 0.5).to(torch.int32)
     codes = _nearest(2.0 * steps / _GRID_STEPS - 1.0, DYNAMIC_LEVELS)
-    return codes.view(-1)[: absmax.numel()].contiguous(), scale, offset
+    return codes.view(-1)[: absmax.numel()].clone(), scale, offset
 
 
 def _nearest(values: Tensor, levels: Tensor) -> Tensor:

@@ -196,8 +196,8 @@ def check_not_quantized(model: nn.Module) -> None:
         kind = type(module)
         if isinstance(module, QuantLinear):
             raise ValueError(
-                f"the model is already quantized by torchq ({name}); start from the 16-bit model, or load the checkpoint with "
-                "load_pretrained(..., dequantize=True)"
+                f"the model is already quantized by torchq ({name}); start from the 16-bit model, load the checkpoint with "
+                "load_pretrained(..., dequantize=True), or call torchq.dequantize_(model)"
             )
         if kind.__module__.startswith(_OTHER_QUANTIZERS):
             raise ValueError(
