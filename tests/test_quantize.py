@@ -111,7 +111,7 @@ def test_bits_per_weight_of_nf4() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["gptq", "awq", "smoothquant"])
-@pytest.mark.parametrize("calibration", [None, [torch.arange(16)[None]]], ids=["no data", "data"])
+@pytest.mark.parametrize("calibration", [None, [torch.arange(3, 19)] * 4], ids=["no data", "data"])
 def test_algorithms_that_nf4_does_not_have(algorithm: str, calibration: Any) -> None:
     model = tiny_llama()
     config = QuantConfig("W4A16", group_size=32, algorithm=algorithm, overrides={"re:.*down_proj": "NF4"})
@@ -127,7 +127,7 @@ def test_algorithms_that_nf4_does_not_have(algorithm: str, calibration: Any) -> 
 def test_nf4_takes_no_notice_of_calibration_data() -> None:
     model, plain = tiny_llama(), tiny_llama()
     quantize_(plain, "NF4")
-    report = quantize_(model, "NF4", calibration=[IDS] * 4)
+    report = quantize_(model, "NF4", calibration=[IDS[0]] * 8)
     assert report.algorithm == "RTN, absmax scales" and torch.equal(logits(model), logits(plain))
 
 
@@ -137,7 +137,7 @@ def test_nf4_beside_calibrated_layers(scheme: str) -> None:
     before = logits(model)
     group_size = 32 if scheme == "W4A16" else None
     overrides = {"re:.*(q_proj|down_proj)": "NF4", "re:.*k_proj": None}
-    quantize_(model, QuantConfig(scheme, group_size=group_size, overrides=overrides), calibration=[IDS] * 8)
+    quantize_(model, QuantConfig(scheme, group_size=group_size, overrides=overrides), calibration=[IDS[0] + i for i in range(8)])
     assert set(schemes(model).values()) == {scheme, "NF4"} and sqnr_db(before, logits(model)) > 8
 
 
