@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -115,6 +116,47 @@ class PackedLoader(HfQuantizer):
     def is_trainable(self) -> bool:
         """Whether transformers' Trainer may train it."""
         return False
+
+
+def refuse_to_save(model: PreTrainedModel, reason: str) -> None:
+    """Let ``model.save_pretrained`` raise ``ValueError(reason)`` before it writes anything, unless all it writes is adapters."""
+    model.hf_quantizer = Unsaveable(reason)
+
+
+class Unsaveable(HfQuantizer):
+    """What tells transformers that a model cannot be saved.
+
+    Attributes:
+        reason: Why not, and what to do.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(_NoConfig(reason))
+
+    def is_serializable(self) -> bool:
+        """Saving is refused, with the reason."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether transformers' Trainer may train it, with adapters."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether ``generate`` may compile it."""
+        return True
+
+
+class _NoConfig:
+    """transformers asks a quantizer that cannot save for its method, to name it in an error: the error is raised here."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    @property
+    def quant_method(self) -> str:
+        raise ValueError(self.reason)
 
 
 def _checkpoint_module_names(model: nn.Module, header: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, str]:

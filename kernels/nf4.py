@@ -36,8 +36,10 @@ from torchq.kernels.registration import register_op
 
 NESTED_BLOCK = 256  # absmax values that share a nested_scale
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_TILE_WEIGHTS = 1 << 19  # weights dequantized at a time outside the Triton kernel: 2 MiB of float32
+_TILE_WEIGHTS = 1 << 19  # decoded at a time outside the Triton kernel: 2 MiB of float32, and as much of indices
+_LANES = 64  # parts of a tile that threads can share
 _GRID_STEPS = 65535.0
+_ZERO = 7  # the code of level 0
 _SMALLEST_ABSMAX = 1e-38  # that is divided by
 
 LEVELS = torch.tensor(
@@ -100,8 +102,19 @@ def nf4_quantize_ref(weight: Tensor, block_size: int = 64) -> tuple[Tensor, Tens
     if count % block_size:
         absmax[-1].clamp_(min=_SMALLEST_ABSMAX)
         normalized[-1] = blocks[-1] / absmax[-1]
-    codes = _nearest(normalized.clamp_(-1, 1).view(-1)[: count + count % 2], LEVELS)
-    return codes[0::2] << 4 | codes[1::2], absmax
+    return pack_codes(_nearest(normalized.clamp_(-1, 1).view(-1)[:count], LEVELS)), absmax
+
+
+def pack_codes(codes: Tensor) -> Tensor:
+    """Pack codes 0 to 15, [N, K] or of any other shape, uint8 or int8: [ceil(N K / 2)] uint8."""
+    flat = codes.reshape(-1).view(torch.uint8)
+    flat = F.pad(flat, (0, flat.numel() % 2), value=_ZERO)
+    return flat[0::2] << 4 | flat[1::2]
+
+
+def unpack_codes(packed: Tensor, count: int) -> Tensor:
+    """Invert :func:`pack_codes`: [count] int8."""
+    return torch.stack([packed >> 4, packed & 15], 1).view(-1)[:count].view(torch.int8)
 
 
 def compress_absmax(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,7 +140,7 @@ def compress_absmax(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     normalized = torch.where(scale.unsqueeze(1) == 0, -1.0, normalized)  # code 0
     steps = ((normalized + 1) * 0.5 * _GRID_STEPS + 0.5).to(torch.int32)
     codes = _nearest(2.0 * steps / _GRID_STEPS - 1.0, DYNAMIC_LEVELS)
-    return codes.view(-1)[: absmax.numel()].contiguous(), scale, offset
+    return codes.view(-1)[: absmax.numel()].clone(), scale, offset
 
 
 def _nearest(values: Tensor, levels: Tensor) -> Tensor:
@@ -150,7 +163,7 @@ def dequantize_nf4_ref(
     dtype: torch.dtype,
 ) -> Tensor:
     """Compute what :func:`dequantize_nf4` computes, in plain PyTorch, one whole weight at a time, on any device."""
-    codes = torch.stack([packed >> 4, packed & 15], 1).view(-1)[: n * k]
+    codes = unpack_codes(packed, n * k)
     if nested_scale is not None and nested_offset is not None:
         absmax = decompress_absmax(absmax, nested_scale, nested_offset)
     values = LEVELS.to(packed.device)[codes.int()] * absmax.repeat_interleave(block_size)[: n * k]
@@ -159,8 +172,11 @@ def dequantize_nf4_ref(
 
 def decompress_absmax(codes: Tensor, nested_scale: Tensor, nested_offset: Tensor, first: int = 0) -> Tensor:
     """Codes, uint8, of some blocks from the block ``first`` on -> their absmax, float32, rounded after each operation."""
-    groups = torch.arange(first, first + codes.numel(), device=codes.device) // NESTED_BLOCK
-    return DYNAMIC_LEVELS.to(codes.device)[codes.int()] * nested_scale[groups] + nested_offset
+    skip, end = first % NESTED_BLOCK, first + codes.numel()
+    scales = nested_scale[first // NESTED_BLOCK : -(-end // NESTED_BLOCK)]
+    values = F.pad(DYNAMIC_LEVELS.to(codes.device).index_select(0, codes.int()), (skip, -end % NESTED_BLOCK))
+    values.view(-1, NESTED_BLOCK).mul_(scales[:, None]).add_(nested_offset)
+    return values[skip : skip + codes.numel()]
 
 
 # -------------------------------------------------------------------------------------------------------------- rows of it
@@ -184,20 +200,44 @@ def dequantize_rows(
         return dequantize_nf4_triton(packed, absmax, nested_scale, nested_offset, n, k, block_size, dtype, rows)
     first, stop, _ = rows.indices(n)
     weight = packed.new_empty(stop - first, k, dtype=dtype)
-    flat, start, end, pairs = weight.view(-1), first * k, stop * k, _pairs(packed.device)
-    step = max(_TILE_WEIGHTS, block_size)
-    for a in range(start // block_size * block_size, end, step):
-        b = min(a + step, end)
-        values = pairs.index_select(0, packed[a // 2 : (b + 1) // 2].int()).view(torch.float32)[: b - a]
-        block = a // block_size
-        scales = absmax[block : -(-b // block_size)]
-        if nested_scale is not None and nested_offset is not None:
-            scales = decompress_absmax(scales, nested_scale, nested_offset, block)
-        whole = (b - a) // block_size
-        values[: whole * block_size].view(whole, block_size).mul_(scales[:whole, None])
-        values[whole * block_size :].mul_(scales[-1])
-        flat[max(a - start, 0) : b - start] = values[max(start - a, 0) :]
+    flat, start, end = weight.view(-1), first * k, stop * k
+    block = start // block_size
+    scales = absmax[block : -(-end // block_size)]
+    if nested_scale is not None and nested_offset is not None:
+        scales = decompress_absmax(scales, nested_scale, nested_offset, block)
+    whole, stop_whole = -(-start // block_size), end // block_size
+    if whole < stop_whole:
+        codes = packed[whole * block_size // 2 : stop_whole * block_size // 2].view(-1, block_size // 2)
+        target = flat[whole * block_size - start : stop_whole * block_size - start].view(-1, block_size)
+        decode(codes, scales[whole - block : stop_whole - block, None], target)
+    for a, b in ((start, min(whole * block_size, end)), (max(whole, stop_whole) * block_size, end)):  # in blocks cut by rows
+        if a < b:
+            values = _pairs(packed.device)[packed[a // 2 : (b + 1) // 2].int()].view(torch.float32)
+            flat[a - start : b - start] = values[a % 2 :][: b - a] * scales[a // block_size - block]
     return weight
+
+
+def decode(packed: Tensor, scales: Tensor, weight: Tensor) -> None:
+    """Fill a matrix of whole blocks, some rows at a time.
+
+    Args:
+        packed: [R, C / 2] uint8.
+        scales: [R, C / block_size] float32, absmax.
+        weight: [R, C], to be filled.
+    """
+    (rows, columns), blocks = weight.shape, scales.shape[1]
+    step = max(_TILE_WEIGHTS // columns, 1)
+    index = torch.empty(min(step, rows) * columns // 2, dtype=torch.int64, device=packed.device)
+    values, pairs = torch.empty_like(index), _pairs(packed.device)
+    for start in range(0, rows, step):
+        part = packed[start : start + step]
+        size = part.numel()
+        index[:size].view(part.shape).copy_(part)
+        lanes = _LANES if size % _LANES == 0 else 1  # a row of a gather is one thread's work
+        torch.gather(pairs.expand(lanes, 256), 1, index[:size].view(lanes, -1), out=values[:size].view(lanes, -1))
+        tile = values[:size].view(torch.float32)
+        tile.view(-1, blocks, columns // blocks).mul_(scales[start : start + step, :, None])
+        weight[start : start + step] = tile.view(-1, columns)
 
 
 @cache
@@ -244,7 +284,7 @@ def dequantize_nf4(
     Raises:
         ValueError: If a shape or dtype doesn't fit the above.
     """
-    _check_args(packed, absmax, nested_scale, nested_offset, n, k, block_size, dtype)
+    check_nf4_args(packed, absmax, nested_scale, nested_offset, n, k, block_size, dtype)
     return dequantize_rows(packed, absmax, nested_scale, nested_offset, n, k, block_size, dtype)
 
 
@@ -253,7 +293,7 @@ def _(packed, absmax, nested_scale, nested_offset, n, k, block_size, dtype):
     return packed.new_empty(n, k, dtype=dtype)
 
 
-def _check_args(
+def check_nf4_args(
     packed: Tensor,
     absmax: Tensor,
     nested_scale: Tensor | None,
@@ -263,6 +303,7 @@ def _check_args(
     block_size: int,
     dtype: torch.dtype,
 ) -> None:
+    """Raise a ValueError if these are no arguments for :func:`dequantize_nf4`."""
     _check_block_size(block_size)
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype}")

@@ -49,6 +49,14 @@ def test_options_reach_the_config(folder, tmp_path, monkeypatch, capsys):
     assert len(list(out.glob("*.safetensors"))) > 1
 
 
+@pytest.mark.parametrize("options", [["--scheme", "nf4"], ["--override", "re:.*q_proj=NF4"]])
+def test_nf4_is_refused_before_anything_is_loaded(options, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    code, _, stderr = run(monkeypatch, capsys, "quantize", tmp_path / "no-model", "-o", out, *options)
+    assert code == 2 and not out.exists()
+    assert "scheme NF4 of" in stderr and "has no checkpoint format" in stderr and "torchq.dequantize_(model)" in stderr
+
+
 def test_calibrates_on_a_file(folder, tmp_path, monkeypatch, capsys):
     out, file = tmp_path / "out", tmp_path / "data.jsonl"
     records = [{"input_ids": [(7 * row + step * step) % 125 + 3 for step in range(32)]} for row in range(8)]

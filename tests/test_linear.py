@@ -7,13 +7,15 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from torchq import QuantArgs, QuantConfig, QuantLinear, Scheme, quantize_
+from torchq import QuantArgs, QuantConfig, QuantLinear, Scheme, numerics, quantize_
 from torchq.algorithms.rtn import quantize_weight
 from torchq.kernels import linear, w8a8_int8_cpu, wna16_cpu
 from torchq.linear import buffer_specs
@@ -34,6 +36,8 @@ WEIGHT_ONLY = {
     "FP8-weight-channel": Scheme(QuantArgs(8, "float", strategy="channel")),
     "FP8-weight-tensor": Scheme(FP8_TENSOR),
     "FP8-weight-block": Scheme(QuantArgs(8, "float", strategy="block", block_structure=(128, 128))),
+    "NF4": resolve_scheme("NF4"),
+    "NF4-b1024": resolve_scheme("NF4", 1024),  # four rows
 }
 QUANTIZED_ACTIVATIONS = {
     "W8A8": resolve_scheme("W8A8"),
@@ -45,7 +49,17 @@ QUANTIZED_ACTIVATIONS = {
     "W8A8-static-asym": Scheme(QuantArgs(8, strategy="channel"), QuantArgs(8, strategy="tensor", symmetric=False)),
 }
 SCHEMES = WEIGHT_ONLY | QUANTIZED_ACTIVATIONS
-SOME_SCHEMES = ("W4A16-g32", "W4A16_ASYM-g32", "W8A16-channel", "W3A16-g32", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "FP8-static")
+SOME_SCHEMES = (
+    "W4A16-g32",
+    "W4A16_ASYM-g32",
+    "W8A16-channel",
+    "W3A16-g32",
+    "W8A8",
+    "FP8_DYNAMIC",
+    "FP8_BLOCK",
+    "FP8-static",
+    "NF4",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +102,7 @@ def assert_same(layer: QuantLinear, expected: dict[str, Tensor], *, skip: tuple[
 @pytest.mark.parametrize("name", WEIGHT_ONLY)
 def test_weight_only_forward_is_linear_with_the_dequantized_weight(name: str, dtype: torch.dtype) -> None:
     _, layer = make(name, dtype)
-    weight, x = layer.dequantize(), tokens(dtype, 5, 256)
+    weight, x = layer.dequantize(dtype), tokens(dtype, 5, 256)
     assert layer.bias is not None
     exact = x.double() @ weight.double().t() + layer.bias.double()
     eager = nn.functional.linear(x, weight, layer.bias)
@@ -111,7 +125,7 @@ def test_forward_with_quantized_activations_is_close_to_the_dequantized_weight(n
     assert sqnr_db(exact.detach(), y) > 28
 
 
-@pytest.mark.parametrize("name", ["W4A16-g32", "W4A16_ASYM-g32", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK"])
+@pytest.mark.parametrize("name", ["W4A16-g32", "W4A16_ASYM-g32", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "NF4"])
 def test_any_number_of_leading_dimensions_and_any_floating_dtype(name: str) -> None:
     _, layer = make(name)
     x = tokens(torch.bfloat16, 2, 3, 256)
@@ -127,7 +141,7 @@ def test_any_number_of_leading_dimensions_and_any_floating_dtype(name: str) -> N
             assert sqnr_db(y.float(), other.float()) > 35
 
 
-@pytest.mark.parametrize("name", ["W4A16-g32", "W8A16-g32", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK"])
+@pytest.mark.parametrize("name", ["W4A16-g32", "W8A16-g32", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "NF4"])
 def test_wrong_activations_are_an_error(name: str) -> None:
     _, layer = make(name)
     with pytest.raises(ValueError, match="256"):
@@ -188,7 +202,7 @@ def test_casts_change_the_bias_and_nothing_else(name: str) -> None:
         assert layer.compute_dtype == dtype
         assert layer.bias is not None and layer.bias.dtype == dtype
         assert torch.equal(layer.dequantize(), weight)
-        if layer.scheme.format == "pack-quantized":
+        if layer.scheme.format in ("pack-quantized", "nf4"):
             assert layer.weight.dtype == dtype
         with torch.no_grad():
             assert layer(tokens(dtype, 2, 256)).dtype == dtype
@@ -390,11 +404,10 @@ def test_one_copy_of_the_weight_in_memory(name: str, dtype: torch.dtype) -> None
     storages = {buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes() for buffer in layer.buffers()}
     specs = buffer_specs(layer.scheme, 128, 512, dtype)
     on_disk = sum(math.prod(shape) * dt.itemsize for shape, dt in specs.values())
-    scales = math.prod(specs["weight_scale"][0])
     allowed = on_disk
     if layer.is_native:  # nibbles, in one or two planes; scales as pairs, repeated if groups are larger; int8 zero points
         planes = 1 if layer.scheme.weights.num_bits <= 4 else 2
-        group_size = min(layer.scheme.weights.group_size or 512, 256)
+        group_size, scales = min(layer.scheme.weights.group_size or 512, 256), math.prod(specs["weight_scale"][0])
         allowed = 128 * 512 * planes // 2 + 4 * planes * 128 * (512 // group_size) + scales + 16
         allowed += 0 if layer.scheme.weights.symmetric else 2 * scales  # what rounding the kernel's zeros loses
     assert sum(storages.values()) <= allowed
@@ -420,7 +433,7 @@ def assert_gradients(layer: QuantLinear, x: Tensor) -> None:
     """Those of the input and the bias equal what the dequantized weight in float64 gives, to rounding."""
     grad_y = torch.randn(*x.shape[:-1], layer.out_features, generator=torch.Generator().manual_seed(2)).to(x.dtype)
     grads = torch.autograd.grad(layer(x), (x, *layer.parameters()), grad_y)
-    weight = layer.dequantize()
+    weight = layer.dequantize(x.dtype)
     assert grads[0].dtype == x.dtype and grads[0].shape == x.shape
     assert_within_dtype_error(grads[0], grad_y.double() @ weight.double(), grad_y @ weight.to(x.dtype))
     if layer.bias is not None:
@@ -557,7 +570,46 @@ print(model[0]._chosen.forward, model[0]._chosen.input_grad)
 def test_extra_repr_names_the_scheme() -> None:
     assert "scheme=W4A16, weight=int4 group 32" in repr(make("W4A16-g32")[1])
     assert "weight=int4 channel asymmetric" in repr(make("W4A16_ASYM-channel")[1])
+    assert "scheme=NF4, weight=nf4 group 64" in repr(make("NF4")[1])
     assert "weight=int8 channel, activations=int8 token" in repr(make("W8A8")[1])
+
+
+@pytest.mark.parametrize("shape", [(33, 40), (7, 5), (1, 1), (3, 1001)], ids=str)  # blocks run on over rows; odd numbers
+def test_nf4_of_any_shape(shape: tuple[int, int]) -> None:
+    for dtype in DTYPES:
+        _, layer = make("NF4", dtype, shape)
+        assert_gradients(layer, tokens(dtype, 64, shape[1]).requires_grad_())
+        other = QuantLinear(shape[1], shape[0], layer.scheme, dtype=dtype)
+        other.load_state_dict(layer.state_dict())
+        assert torch.equal(copy.deepcopy(other).dequantize(), layer.dequantize())
+
+
+def test_nf4_tensors_are_those_of_bitsandbytes() -> None:
+    golden = load_file(Path(__file__).parent / "golden" / "bitsandbytes" / "nf4.safetensors")
+    cases = [name.removesuffix(".nested_scale") for name in golden if name.endswith(".nested_scale")]
+    assert len(cases) == 5
+    for name in cases:
+        case = {key.removeprefix(f"{name}."): tensor for key, tensor in golden.items() if key.startswith(f"{name}.")}
+        weight, block_size = case["weight"], int(case["block_size"])
+        linear = nn.Linear(*weight.shape[::-1], bias=False, dtype=weight.dtype)
+        linear.weight.data = weight
+        quantized, _ = quantize_weight(weight, resolve_scheme("NF4", block_size))
+        layer = QuantLinear.from_linear(linear, quantized)
+        names = ("packed", "absmax", "nested_scale", "nested_offset")
+        for tensor, key in zip(layer.state_dict().values(), names, strict=True):
+            assert tensor.dtype == case[key].dtype and torch.equal(tensor, case[key]), (name, key)
+        assert layer.compute_dtype == weight.dtype
+        assert torch.equal(layer.dequantize(weight.dtype), case["dequantized"]), name
+        x = torch.eye(weight.shape[1], dtype=weight.dtype)
+        assert torch.equal(layer(x).t(), case["dequantized"]), name
+
+
+@pytest.mark.parametrize("name", ["NF4", "NF4-b1024", "W4A16-g32", "W8A8", "FP8_BLOCK"])
+def test_codes_and_scales_give_the_weight(name: str) -> None:
+    _, layer = make(name, shape=(100, 256))
+    q, scale, zero_point = layer.quantized_tensors()
+    assert q.shape == (100, 256) and scale.dtype == layer.scale_dtype
+    assert torch.equal(numerics.dequantize(q, scale, zero_point, layer.scheme.weights), layer.dequantize())
 
 
 def test_from_linear_asks_for_the_input_scale_of_static_activations() -> None:
@@ -568,7 +620,7 @@ def test_from_linear_asks_for_the_input_scale_of_static_activations() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (16, 32), (33, 96), (5, 64), (100, 32)])
-@pytest.mark.parametrize("name", ["W4A16-g32", "W4A16_ASYM-g32", "W3A16-g32", "W8A16_ASYM-g32", "W8A8", "FP8_DYNAMIC"])
+@pytest.mark.parametrize("name", ["W4A16-g32", "W4A16_ASYM-g32", "W3A16-g32", "W8A16_ASYM-g32", "W8A8", "FP8_DYNAMIC", "NF4"])
 def test_odd_sizes(name: str, shape: tuple[int, int]) -> None:
     linear, layer = make(name, torch.bfloat16, shape)
     before, x = snapshot(layer), tokens(torch.bfloat16, 3, shape[1])
@@ -605,7 +657,9 @@ def test_a_compiled_model_has_at_most_two_graphs(dtype: torch.dtype) -> None:
 
 
 def test_aot_eager_compiles_every_format() -> None:
-    layers = nn.Sequential(*(make(name, shape=(256, 256))[1] for name in ("W4A16-g32", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK")))
+    layers = nn.Sequential(
+        *(make(name, shape=(256, 256))[1] for name in ("W4A16-g32", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "NF4"))
+    )
     torch._dynamo.reset()
     compiled = torch.compile(layers, backend="aot_eager", fullgraph=True)
     with torch.no_grad():

@@ -8,6 +8,7 @@ from compressed_tensors.quantization import quantize as ct_quantize
 from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
 
 from torchq import numerics
+from torchq.kernels import nf4
 from torchq.numerics import cast_fp8, choose_qparams, dequantize, from_groups, quantize, quantize_dynamic, scale_shape, to_groups
 from torchq.scheme import QuantArgs
 
@@ -433,3 +434,18 @@ def test_strides_and_empty_weights():
     assert torch.equal(choose_qparams(wide.t(), args)[0], choose_qparams(wide.t().contiguous(), args)[0])
     scale, _ = choose_qparams(wide[:0], args)
     assert scale.shape == (0, 2) and quantize(wide[:0], scale, None, args).shape == (0, 64)
+
+
+def test_nf4_is_dequantized_here_and_quantized_elsewhere():
+    args = QuantArgs(4, "nf", group_size=16)
+    q = torch.arange(16, dtype=torch.int8).repeat(3)[:42].view(6, 7)  # the third block is not full
+    scale = torch.tensor([1.0, 2.0, 4.0])[:, None]
+    assert scale_shape((6, 7), args) == (3, 1)
+    weight = dequantize(q, scale, None, args)
+    expected = torch.cat([nf4.LEVELS, nf4.LEVELS * 2, nf4.LEVELS[:10] * 4])
+    assert torch.equal(weight.flatten(), expected) and weight.shape == (6, 7)
+    assert dequantize(q, scale, None, args, torch.bfloat16).dtype == torch.bfloat16
+    assert torch.equal(from_groups(to_groups(weight, args), args, (6, 7)), weight)
+    for call in (lambda: quantize(weight, scale, None, args), lambda: choose_qparams(weight, args)):
+        with pytest.raises(ValueError, match=r"type='nf' is quantized by torchq\.kernels\.nf4; call torchq\.algorithms\.rtn"):
+            call()

@@ -87,6 +87,66 @@ def test_every_linear_but_the_head_is_quantized(
     assert all(layer.scale_dtype == dtype for layer in quantized(model).values())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_nf4(dtype: torch.dtype) -> None:
+    model = tiny_llama(dtype=dtype, hidden_size=72, num_attention_heads=4, head_dim=18)  # blocks of 64 run on over rows
+    before = logits(model)
+    report = quantize_(model, QuantConfig("NF4", ignore=["lm_head", "re:.*k_proj"]))
+    assert report.algorithm == "RTN, absmax scales" and report.warnings == []
+    assert sqnr_db(before, logits(model)) > 10
+    layers = quantized(model)
+    assert len(layers) == LINEARS - 2 and {layer.compute_dtype for layer in layers.values()} == {dtype}
+    for entry in report.layers:
+        if entry.status == "quantized":
+            layer = layers[entry.name]
+            assert (entry.scheme, entry.format, entry.num_bits) == ("NF4", "nf4", 4)
+            bits = sum(tensor.nbytes for tensor in layer.canonical_tensors().values()) * 8
+            assert entry.bits_per_weight == pytest.approx(bits / layer.dequantize().numel())
+            assert entry.relative_error is not None and 0.05 < entry.relative_error < 0.15
+
+
+def test_bits_per_weight_of_nf4() -> None:
+    report = quantize_(mlp(1024, 1024), "NF4")
+    assert report.layers[0].bits_per_weight == pytest.approx(4 + 8 / 64 + 32 / (64 * 256), abs=1e-4)  # 4.127
+
+
+@pytest.mark.parametrize("algorithm", ["gptq", "awq", "smoothquant"])
+@pytest.mark.parametrize("calibration", [None, [torch.arange(3, 19)] * 4], ids=["no data", "data"])
+def test_algorithms_that_nf4_does_not_have(algorithm: str, calibration: Any) -> None:
+    model = tiny_llama()
+    config = QuantConfig("W4A16", group_size=32, algorithm=algorithm, overrides={"re:.*down_proj": "NF4"})
+    message = "needs calibration data|for schemes that round|supports integer weights.*got scheme NF4|does not support scheme NF4"
+    with unchanged(model), pytest.raises((ValueError, NotImplementedError), match=message):
+        quantize_(model, config, calibration=calibration)
+    config = QuantConfig("NF4", algorithm=algorithm)
+    message = "algorithm='gptq' (needs|supports integer weights)|does not support scheme NF4 .*use algorithm='rtn' or 'auto'"
+    with unchanged(model), pytest.raises((ValueError, NotImplementedError), match=message):
+        quantize_(model, config, calibration=calibration)
+
+
+def test_nf4_takes_no_notice_of_calibration_data() -> None:
+    model, plain = tiny_llama(), tiny_llama()
+    quantize_(plain, "NF4")
+    report = quantize_(model, "NF4", calibration=[IDS[0]] * 8)
+    assert report.algorithm == "RTN, absmax scales" and torch.equal(logits(model), logits(plain))
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
+def test_nf4_beside_calibrated_layers(scheme: str) -> None:
+    model = tiny_llama()
+    before = logits(model)
+    group_size = 32 if scheme == "W4A16" else None
+    overrides = {"re:.*(q_proj|down_proj)": "NF4", "re:.*k_proj": None}
+    quantize_(model, QuantConfig(scheme, group_size=group_size, overrides=overrides), calibration=[IDS[0] + i for i in range(8)])
+    assert set(schemes(model).values()) == {scheme, "NF4"} and sqnr_db(before, logits(model)) > 8
+
+
+def test_nf4_siblings_are_not_fused() -> None:
+    model = tiny_llama()
+    quantize_(model, QuantConfig("NF4", fuse_siblings=True))
+    assert torchq.fuse_siblings_(model) == [] and all(layer.siblings is None for layer in quantized(model).values())
+
+
 def test_block_scales_need_whole_blocks_of_columns_only() -> None:
     model = mlp(256, 200, 128)
     with pytest.raises(ValueError, match=r"group_size=128 does not divide in_features=200 of 1; use FP8_DYNAMIC, or add them"):

@@ -24,6 +24,7 @@ CASES = [
     SCHEMES["FP8_DYNAMIC"],
     FP8_TENSOR,
     FP8_BLOCK,
+    SCHEMES["NF4"],
 ]
 IDS = [f"{scheme.name}-{scheme.weights.strategy}" for scheme in CASES]
 
@@ -59,8 +60,9 @@ def test_relative_error_and_layout(scheme, dtype):
     w = example(columns=90, dtype=dtype) if scheme is FP8_BLOCK else example(dtype=dtype)
     quantized, error = quantize_weight(w, scheme)
     args = scheme.weights
-    assert quantized.q.shape == w.shape and quantized.scale.dtype == dtype and quantized.scheme is scheme
-    assert quantized.q.dtype == (torch.int8 if args.type == "int" else torch.float8_e4m3fn)
+    assert quantized.q.shape == w.shape and quantized.scheme is scheme
+    assert quantized.scale.dtype == (torch.float32 if args.type == "nf" else dtype)
+    assert quantized.q.dtype == (torch.float8_e4m3fn if args.type == "float" else torch.int8)
     assert tuple(quantized.scale.shape) == numerics.scale_shape((w.shape[0], w.shape[1]), args)
     assert (quantized.zero_point is None) == args.symmetric
     restored = numerics.dequantize(quantized.q, quantized.scale, quantized.zero_point, args)
@@ -150,6 +152,17 @@ def test_no_gradient_is_recorded():
     w = torch.nn.Parameter(example(dtype=torch.float32))
     quantized, _ = quantize_weight(w, resolve_scheme("W4A16", 32))
     assert not quantized.scale.requires_grad
+
+
+def test_nf4_of_blocks_that_run_on_over_rows(monkeypatch):
+    w = example(columns=91)  # an odd number of values
+    expected, expected_error = quantize_weight(w, SCHEMES["NF4"])
+    restored = numerics.dequantize(expected.q, expected.scale, None, SCHEMES["NF4"].weights)
+    assert expected_error == pytest.approx(float((restored - w.float()).norm() / w.float().norm()), rel=1e-5)
+    monkeypatch.setattr(rtn, "_CHUNK_VALUES", 200)
+    found, error = quantize_weight(w, SCHEMES["NF4"])
+    assert same(found, expected) and error == pytest.approx(expected_error, rel=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(found.nested, expected.nested, strict=True))
 
 
 def test_unknown_search():

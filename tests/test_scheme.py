@@ -8,6 +8,7 @@ from torchq.scheme import PLANNED_SCHEMES, SCHEMES, QuantArgs, Scheme, format_of
 
 INT8_TOKEN = QuantArgs(8, strategy="token", dynamic=True)
 FP8_TOKEN = QuantArgs(8, "float", strategy="token", dynamic=True)
+NF = {"num_bits": 4, "type": "nf"}
 FP8_BLOCK = QuantArgs(8, "float", strategy="block", block_structure=(128, 128))
 
 
@@ -47,8 +48,17 @@ def test_range_of_codes(num_bits):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"type": "INT"}, r"type must be 'int' or 'float', got 'INT'"),
-        ({"type": None}, r"type must be 'int' or 'float', got None"),
+        ({"type": "INT"}, r"type must be 'int', 'float' or 'nf', got 'INT'"),
+        ({"type": None}, r"type must be 'int', 'float' or 'nf', got None"),
+        ({"type": "nf", "group_size": 64}, r"num_bits must be 4 for type='nf' \(NF4\), got 8"),
+        (
+            {**NF, "group_size": 48},
+            r"group_size must be a power of two, 16 or more, for type='nf' \(NF4's blocks\), got 48; use 64",
+        ),
+        ({**NF, "group_size": 8}, r"group_size must be a power of two, 16 or more, for type='nf' .* got 8; use 64"),
+        ({**NF, "group_size": -1}, r"group_size must be a power of two, .* got strategy='channel'; use 64"),
+        (NF, r"group_size must be a power of two, .* got strategy='tensor'; use 64"),
+        ({**NF, "group_size": 64, "symmetric": False}, r"type='nf' is always symmetric; leave symmetric=True"),
         ({"group_size": 0}, r"group_size must be positive, or -1 for one group per channel, got 0"),
         ({"group_size": -2}, r"group_size must be positive, or -1 for one group per channel, got -2"),
         ({"strategy": "row"}, r"strategy must be one of tensor, channel, group, block, token, got 'row'"),
@@ -126,6 +136,9 @@ def test_num_bits_is_required_to_be_given():
             INT8_TOKEN,
             r"strategy='block' is for fp8 weights; use 'group' or 'channel' for integers",
         ),
+        (QuantArgs(4, "nf", group_size=64), INT8_TOKEN, r"type='nf' is for weights alone; leave input_activations=None"),
+        (QuantArgs(8, strategy="channel"), QuantArgs(4, "nf", group_size=64), r"type='nf' is for weights alone"),
+        (QuantArgs(4, "nf", group_size=64, dynamic=True), None, r"weights are quantized once: use dynamic=False"),
         (QuantArgs(8, "float", group_size=128), None, r"fp8 weights need strategy='tensor', 'channel' or 'block'"),
     ],
 )
@@ -161,6 +174,7 @@ def test_activations_that_the_kernels_would_compute_otherwise(activations, messa
         (QuantArgs(8, strategy="tensor"), INT8_TOKEN, "int-quantized"),
         (QuantArgs(8, strategy="channel"), QuantArgs(8, symmetric=False), "int-quantized"),
         (QuantArgs(8, "float"), None, "naive-quantized"),
+        (QuantArgs(4, "nf", group_size=64), None, "nf4"),
         (QuantArgs(8, "float"), QuantArgs(8, "float"), "float-quantized"),
         (FP8_BLOCK, FP8_TOKEN, "float-quantized"),
         (FP8_BLOCK, QuantArgs(8, "float", group_size=128, dynamic=True), "float-quantized"),
@@ -179,6 +193,7 @@ def test_named_schemes():
     for name, scheme in SCHEMES.items():
         assert scheme.name == name and resolve_scheme(name) == scheme
     assert SCHEMES["W4A16"].weights == QuantArgs(4, group_size=128)
+    assert SCHEMES["NF4"] == Scheme(QuantArgs(4, "nf", strategy="group", group_size=64), name="NF4")
     assert SCHEMES["W3A16_ASYM"].weights == QuantArgs(3, symmetric=False, group_size=128)
     assert SCHEMES["W8A8"] == Scheme(QuantArgs(8, strategy="channel"), INT8_TOKEN, "W8A8")
     assert SCHEMES["FP8_DYNAMIC"] == Scheme(QuantArgs(8, "float", strategy="channel"), FP8_TOKEN, "FP8_DYNAMIC")
@@ -227,6 +242,15 @@ def test_group_size_override(name):
     channel = resolve_scheme(name, -1)
     assert resolve_scheme(channel, 32).weights == dataclasses.replace(weights, group_size=32)  # and back to groups
     assert resolve_scheme(name).weights == weights
+
+
+def test_block_size_of_nf4():
+    assert resolve_scheme("nf4", 128) == Scheme(QuantArgs(4, "nf", group_size=128), name="NF4")
+    for group_size in (-1, 100):
+        with pytest.raises(ValueError, match=r"group_size must be a power of two, 16 or more, for type='nf'"):
+            resolve_scheme("NF4", group_size)
+    with pytest.raises(ValueError, match="type='nf' is always symmetric; leave symmetric=True"):
+        resolve_scheme("NF4", symmetric=False)
 
 
 def test_symmetric_override():

@@ -8,6 +8,7 @@ from torchq.algorithms.smoothquant import SmoothQuant
 from torchq.checkpoint.reader import load_pretrained
 from torchq.checkpoint.writer import save_pretrained
 from torchq.config import QuantConfig
+from torchq.dequantize import dequantize_
 from torchq.linear import QuantLinear
 from torchq.quantize import quantize_
 from torchq.report import QuantReport
@@ -27,6 +28,7 @@ __all__ = [
     "Scheme",
     "SmoothQuant",
     "__version__",
+    "dequantize_",
     "fuse_siblings_",
     "load_pretrained",
     "prepare_for_training",

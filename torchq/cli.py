@@ -102,7 +102,7 @@ def quantize(
 ) -> None:
     """Quantize MODEL and save a compressed-tensors checkpoint to OUTPUT."""
     from torchq.calibration.data import CalibrationData
-    from torchq.checkpoint.writer import check_output_folder, parse_size, save_pretrained
+    from torchq.checkpoint.writer import check_output_folder, missing_format, parse_size, save_pretrained
     from torchq.config import DEFAULT_IGNORE, QuantConfig
     from torchq.quantize import quantize_
     from torchq.sources import load_source
@@ -116,6 +116,10 @@ def quantize(
         overrides=_parse_overrides(override or []),
         strict=strict,
     )
+    schemes = {"the model": config.resolve()} | {pattern: config.resolve_override(pattern) for pattern in config.overrides}
+    problem = missing_format({name: scheme for name, scheme in schemes.items() if scheme is not None})
+    if problem is not None:
+        raise ValueError(problem)
     check_output_folder(output)
     parse_size(max_shard_size)
     data = None

@@ -8,7 +8,6 @@ other devices give the canonical one back bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,16 +17,19 @@ from torch._ops import OpOverload
 from torch.autograd.function import once_differentiable
 
 from torchq import layouts, numerics
-from torchq.kernels import fp8, w8a8_int8, w8a8_int8_cpu, wna16, wna16_cpu
+from torchq.kernels import fp8, nf4, nf4_linear, w8a8_int8, w8a8_int8_cpu, wna16, wna16_cpu
 from torchq.matching import is_conv1d
-from torchq.packing import packed_words
+from torchq.model_utils import weight_of
+from torchq.quantized_weight import QuantizedWeight, buffer_specs
 from torchq.scheme import Scheme
 
 if TYPE_CHECKING:
     from torchq.siblings import Siblings
 
+__all__ = ["QuantLinear", "QuantizedWeight", "buffer_specs"]
+
 _SAME_SIZE_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_HOOKS = (
+HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
@@ -36,56 +38,15 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-_KERNEL_MODULES = (wna16, wna16_cpu, w8a8_int8, w8a8_int8_cpu)  # named so that importing them, which registers ops, is a use
+_KERNEL_MODULES = (
+    wna16,
+    wna16_cpu,
+    w8a8_int8,
+    w8a8_int8_cpu,
+    nf4_linear,
+)  # named so that importing them, which registers ops, is a use
 _OPS = torch.ops.torchq
-
-
-@dataclass(frozen=True)
-class QuantizedWeight:
-    """A quantized weight: what an algorithm returns and :meth:`QuantLinear.from_linear` packs.
-
-    Attributes:
-        q: Codes, [N, K] int8, or float8_e4m3fn values.
-        scale: As :func:`torchq.numerics.scale_shape`, in the model's dtype, nonzero and finite.
-        zero_point: int8 of scale's shape, or None (symmetric).
-        scheme: The scheme they follow.
-        input_scale: [1], the scale of static activations, or None.
-        input_zero_point: [1] int8, the zero point of static asymmetric activations, or None.
-    """
-
-    q: Tensor
-    scale: Tensor
-    zero_point: Tensor | None
-    scheme: Scheme
-    input_scale: Tensor | None = None
-    input_zero_point: Tensor | None = None
-
-
-def buffer_specs(
-    scheme: Scheme, out_features: int, in_features: int, dtype: torch.dtype
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return name -> (shape, dtype) of a layer's quantized tensors, as on disk."""
-    args, shape = scheme.weights, (out_features, in_features)
-    scale = numerics.scale_shape(shape, args)
-    if scheme.format == "pack-quantized":
-        specs = {
-            "weight_packed": ((out_features, packed_words(in_features, args.num_bits)), torch.int32),
-            "weight_scale": (scale, dtype),
-            "weight_shape": ((2,), torch.int64),
-        }
-        if not args.symmetric:
-            specs["weight_zero_point"] = ((packed_words(out_features, args.num_bits), scale[1]), torch.int32)
-        return specs
-    specs = {
-        "weight": (shape, torch.int8 if args.type == "int" else torch.float8_e4m3fn),
-        "weight_scale": (scale, dtype),
-    }
-    acts = scheme.input_activations
-    if acts is not None and not acts.dynamic:
-        specs["input_scale"] = ((1,), dtype)
-        if not acts.symmetric:
-            specs["input_zero_point"] = ((1,), torch.int8)
-    return specs
+NF4 = ("weight_packed", "weight_absmax", "weight_nested_scale", "weight_offset")
 
 
 def own(y: Tensor) -> Tensor:
@@ -148,6 +109,9 @@ class QuantLinear(nn.Module):
         int-quantized: ``weight`` [N, K] int8, ``weight_scale`` [N, 1] or [1]; static activations: ``input_scale`` [1].
         float-quantized, naive-quantized: the same with ``weight`` float8_e4m3fn; block scales
             [ceil(N / rows), ceil(K / columns)].
+        nf4 (:mod:`torchq.kernels.nf4`; B blocks; no compressed-tensors format, so nothing saves it): ``weight_packed``
+            [ceil(N K / 2)] uint8, ``weight_absmax`` [B] uint8, ``weight_nested_scale`` [ceil(B / 256)] float32,
+            ``weight_offset`` [] float32.
 
     Packed layers have no weight matrix, but model code reads ``weight.dtype``, ``.device`` and ``.shape``: there ``weight`` is a
     placeholder, one NaN expanded to [N, K]. So it is, one int8 zero, where a CPU kernel holds an int8 weight; ask
@@ -202,9 +166,13 @@ class QuantLinear(nn.Module):
         """Return a QuantLinear with ``linear``'s bias (the same Parameter), hooks and training mode, and the given weight."""
         qw, scheme = quantized_weight, quantized_weight.scheme
         out_features, in_features = qw.q.shape
-        module = cls(in_features, out_features, scheme, bias=False, dtype=qw.scale.dtype, device="meta")
+        dtype = weight_of(linear).dtype if scheme.format == "nf4" else qw.scale.dtype
+        module = cls(in_features, out_features, scheme, bias=False, dtype=dtype, device="meta")
         tensors: dict[str, Tensor | None] = {"weight_scale": qw.scale.contiguous()}
-        if scheme.format == "pack-quantized":
+        if scheme.format == "nf4":
+            assert qw.nested is not None
+            tensors = dict(zip(NF4, (nf4.pack_codes(qw.q), *qw.nested), strict=True))
+        elif scheme.format == "pack-quantized":
             tensors |= layouts.packed_tensors(qw.q, qw.scale.contiguous(), qw.zero_point, scheme.weights.num_bits)
             tensors["weight_shape"] = torch.tensor([out_features, in_features], device=qw.q.device)
         else:
@@ -218,7 +186,7 @@ class QuantLinear(nn.Module):
         module.register_parameter("bias", linear._parameters.get("bias"))
         module.transposed = is_conv1d(linear)
         module.train(linear.training)
-        for name in _HOOKS:
+        for name in HOOKS:
             module.__dict__[name] = linear.__dict__[name]
         module._set_placeholder()
         module.pack_native_()
@@ -256,6 +224,8 @@ class QuantLinear(nn.Module):
         """The kernel for the layout in memory."""
         scheme, args = self.scheme, self.scheme.weights
         acts, layout = scheme.input_activations, layouts.layout_of(self._buffers)
+        if scheme.format == "nf4":
+            return _kernel_named("nf4_linear", NF4, (self.out_features, self.in_features, args.group_size or 0))
         if scheme.format == "pack-quantized":
             op = "wna16" if layout is None else "wna16_cpu" if layout is layouts.PLANES else "wna16_triton"
             names = layouts.PACKED if layout is None else layout.buffers
@@ -274,21 +244,30 @@ class QuantLinear(nn.Module):
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the weight, [N, K], in ``dtype`` (default: the scales' dtype, in which every reader computes it)."""
+        if self.scheme.format == "nf4":
+            tensors, size = [self._buffers[name] for name in NF4], self.scheme.weights.group_size
+            weight = nf4.dequantize_nf4(*tensors, self.out_features, self.in_features, size, torch.float32)
+            return weight if dtype is None else weight.to(dtype)
         q, scale, zero_point = self.quantized_tensors()
         return numerics.dequantize(q, scale, zero_point, self.scheme.weights, dtype)
 
     def quantized_tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (codes [N, K] int8 or fp8, scales as on disk, zero points int8 of scales' shape or None)."""
+        """Return (codes [N, K] int8 or fp8, scales as on disk (NF4: dequantized), zero points int8 of scales' shape or None)."""
         tensors = self.canonical_tensors()
         if self.scheme.format == "pack-quantized":
             return layouts.codes_of(tensors, self._form)
+        if self.scheme.format == "nf4":
+            packed, absmax, nested_scale, offset = (tensors[name] for name in NF4)
+            q = nf4.unpack_codes(packed, self.out_features * self.in_features).view(self.out_features, self.in_features)
+            return q, nf4.decompress_absmax(absmax, nested_scale, offset)[:, None], None
         return tensors["weight"], tensors["weight_scale"], None
 
     @property
     def scale_dtype(self) -> torch.dtype:
         """Dtype of the scales, in memory and on disk."""
         layout = layouts.layout_of(self._buffers)
-        scale = self.weight_scale if layout is None else self._buffers[layout.buffers[1]]
+        own = "weight_nested_scale" if self.scheme.format == "nf4" else "weight_scale"
+        scale = self._buffers[own if layout is None else layout.buffers[1]]
         assert scale is not None
         return scale.dtype
 
@@ -359,7 +338,7 @@ class QuantLinear(nn.Module):
         """Give layers without one a ``weight`` that answers questions about dtype, device and shape, and poisons arithmetic."""
         if "weight" in self._buffers:
             return
-        dtype = self.compute_dtype if self.scheme.format == "pack-quantized" else fp8.FP8
+        dtype = fp8.FP8 if self.scheme.weights.type == "float" else self.compute_dtype
         nan = torch.full((1, 1), float("nan"), device=self._device).to(dtype)
         placeholder = nan.expand(self.out_features, self.in_features)
         placeholder._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers: do not draw random weights

@@ -1,7 +1,8 @@
 """The one definition of the maths: scales, zero points, quantize, dequantize. Pure functions on tensors.
 
 Shapes: N out_features, K in_features, G groups per row. A weight is viewed as ``[R, G, S]``: R rows of G groups of S values
-that share a scale (:func:`to_groups`). Integers: ``w = (q - zero_point) * scale``; fp8: ``w = q * scale``. Symmetric integer
+that share a scale (:func:`to_groups`). Integers: ``w = (q - zero_point) * scale``; fp8: ``w = q * scale``; NF4, which
+:mod:`torchq.kernels.nf4` quantizes: ``w = LEVELS[q] * scale``. Symmetric integer
 scales may be negative: the largest magnitude may then map to ``-2^(b-1)`` whatever its sign, which uses the full range.
 """
 
@@ -12,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from torchq.kernels import nf4
 from torchq.scheme import QuantArgs
 
 ScaleSearch = Literal["mse", "absmax"]
@@ -31,9 +33,12 @@ def to_groups(weight: Tensor, args: QuantArgs) -> Tensor:
     """View a weight [N, K] as [R, G, S], groups of S values that share a scale.
 
     ``group``: [N, K / group_size, group_size]; ``channel``: [N, 1, K]; ``tensor``: [1, 1, N K]; ``block`` (zero-padded to whole
-    blocks): [ceil(N / rows), ceil(K / columns), rows columns].
+    blocks): [ceil(N / rows), ceil(K / columns), rows columns]. NF4 (zero-padded): [ceil(N K / group_size), 1, group_size].
     """
     n, k = weight.shape
+    if args.type == "nf":
+        assert args.group_size is not None
+        return torch.nn.functional.pad(weight.reshape(-1), (0, -n * k % args.group_size)).view(-1, 1, args.group_size)
     if args.strategy == "group":
         assert args.group_size is not None
         if k % args.group_size:
@@ -51,6 +56,8 @@ def to_groups(weight: Tensor, args: QuantArgs) -> Tensor:
 def from_groups(groups: Tensor, args: QuantArgs, shape: tuple[int, int]) -> Tensor:
     """Invert :func:`to_groups`: [R, G, S] -> [N, K] = ``shape``."""
     n, k = shape
+    if args.type == "nf":
+        return groups.reshape(-1)[: n * k].view(n, k)
     if args.strategy == "block":
         assert args.block_structure is not None
         rows, columns = args.block_structure
@@ -60,8 +67,11 @@ def from_groups(groups: Tensor, args: QuantArgs, shape: tuple[int, int]) -> Tens
 
 
 def scale_shape(shape: tuple[int, int], args: QuantArgs) -> tuple[int, ...]:
-    """Return the shape of a weight's scales on disk: [1] per tensor, [N, 1] per channel, [N, G] or [blocks, blocks]."""
+    """Return the shape of a weight's scales: [1] per tensor, [N, 1] per channel, [N, G], [blocks, blocks], or [B, 1] (NF4)."""
     n, k = shape
+    if args.type == "nf":
+        assert args.group_size is not None
+        return -(-n * k // args.group_size), 1
     if args.strategy == "tensor":
         return (1,)
     if args.strategy == "block":
@@ -88,6 +98,7 @@ def quantize(weight: Tensor, scale: Tensor, zero_point: Tensor | None, args: Qua
     Returns:
         [N, K] int8 codes in [-2^(b-1), 2^(b-1) - 1], or float8_e4m3fn values in [-448, 448].
     """
+    _check_quantizes(args)
     groups = to_groups(weight, args)
     scaled = groups / scale.reshape(*groups.shape[:2], 1)
     if args.type == "float":
@@ -98,8 +109,13 @@ def quantize(weight: Tensor, scale: Tensor, zero_point: Tensor | None, args: Qua
     return from_groups(codes, args, (weight.shape[0], weight.shape[1]))
 
 
+def _check_quantizes(args: QuantArgs) -> None:
+    if args.type == "nf":
+        raise ValueError("type='nf' is quantized by torchq.kernels.nf4; call torchq.algorithms.rtn.quantize_weight")
+
+
 def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor | None, args: QuantArgs, dtype: torch.dtype | None = None) -> Tensor:
-    """Return ``(q - zero_point) * scale``, computed in scale's dtype as every compressed-tensors reader does.
+    """Return ``(q - zero_point) * scale``, of NF4 ``LEVELS[q] * scale``, in scale's dtype, as every reader of the format does.
 
     Args:
         q: Codes, [N, K] int8 or float8.
@@ -111,7 +127,8 @@ def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor | None, args: QuantA
     Returns:
         [N, K].
     """
-    groups = to_groups(q, args).to(scale.dtype)
+    groups = to_groups(q, args)
+    groups = nf4.LEVELS.to(q.device)[groups.int()] if args.type == "nf" else groups.to(scale.dtype)
     if zero_point is not None:
         groups = groups - zero_point.reshape(*groups.shape[:2], 1).to(scale.dtype)
     weight = from_groups(groups * scale.reshape(*groups.shape[:2], 1), args, (q.shape[0], q.shape[1]))
@@ -184,6 +201,7 @@ def choose_qparams(
         Scales as :func:`scale_shape`, finite and nonzero also after rounding to ``scale_dtype``, and zero points (int8, same
         shape; None if symmetric).
     """
+    _check_quantizes(args)
     scale_dtype = scale_dtype or weight.dtype
     groups = to_groups(weight, args)
     shape = scale_shape((weight.shape[0], weight.shape[1]), args)

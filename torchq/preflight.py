@@ -196,8 +196,8 @@ def check_not_quantized(model: nn.Module) -> None:
         kind = type(module)
         if isinstance(module, QuantLinear):
             raise ValueError(
-                f"the model is already quantized by torchq ({name}); start from the 16-bit model, or load the checkpoint with "
-                "load_pretrained(..., dequantize=True)"
+                f"the model is already quantized by torchq ({name}); start from the 16-bit model, load the checkpoint with "
+                "load_pretrained(..., dequantize=True), or call torchq.dequantize_(model)"
             )
         if kind.__module__.startswith(_OTHER_QUANTIZERS):
             raise ValueError(
@@ -250,6 +250,8 @@ def _check_group_sizes(todo: list[LayerPlan]) -> None:
     bad: dict[tuple[int, int], list[str]] = defaultdict(list)
     for plan in todo:
         assert plan.scheme is not None
+        if plan.scheme.weights.type == "nf":  # whose blocks run on over the ends of rows
+            continue
         group_size, (_, in_features) = plan.scheme.weights.group_size, linear_shape(plan.module)
         if group_size is not None and in_features % group_size:
             bad[group_size, in_features].append(plan.names[0])

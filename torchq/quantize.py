@@ -19,7 +19,7 @@ from torchq.algorithms.awq import AWQ
 from torchq.algorithms.gptq import GPTQ
 from torchq.algorithms.rtn import RTN, quantize_weight
 from torchq.algorithms.smoothquant import SmoothQuant
-from torchq.checkpoint.writer import quantization_config
+from torchq.checkpoint.writer import missing_format, quantization_config
 from torchq.config import QuantConfig
 from torchq.linear import QuantizedWeight, QuantLinear, buffer_specs
 from torchq.matching import is_conv1d
@@ -184,6 +184,10 @@ def _check_recipes(todo: list[LayerPlan], recipes: dict[int, RTN | GPTQ], config
         if smoothing is None:
             continue
         name = type(smoothing).__name__.lower()
+        if plan.scheme.weights.type == "nf":
+            raise NotImplementedError(
+                f"algorithm={name!r} does not support scheme {plan.scheme.name} ({plan.names[0]}); use algorithm='rtn' or 'auto'"
+            )
         if calibration is None:
             raise ValueError(
                 f"algorithm={name!r} needs calibration data: pass quantize_(..., calibration=texts, tokenizer=tokenizer) "
@@ -373,11 +377,22 @@ def _left_out_warnings(report: QuantReport) -> list[str]:
 
 
 def _describe_in_config(model: nn.Module, undo_log: UndoLog) -> None:
-    """Put the checkpoint's ``quantization_config`` into a transformers model's config: its own ``save_pretrained`` writes it."""
+    """Put the checkpoint's ``quantization_config`` into a transformers model's config: its own ``save_pretrained`` writes it.
+
+    Where there is no checkpoint format it refuses to write anything, but adapters.
+    """
     if quantization_method(model) == "gguf":  # what a GGUF file left behind would block saving
         strip_quantization_config(model)
     model_config: Any = getattr(model, "config", None)
     if model_config is not None and hasattr(model, "all_tied_weights_keys"):
+        layers = {name: module.scheme for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+        problem = missing_format(layers)
+        if problem is not None:
+            from torchq.integrations.transformers import refuse_to_save
+
+            undo_log.save_attribute(model, "hf_quantizer")
+            refuse_to_save(model, problem)
+            return
         undo_log.save_attribute(model_config, "quantization_config")
         model_config.quantization_config = quantization_config(model)
 

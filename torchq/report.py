@@ -20,7 +20,7 @@ class LayerReport:
         name: Module (or parameter) name.
         status: ``"quantized"``; ``"ignored"`` because the config says so; ``"skipped"`` because torchq cannot quantize it.
         scheme: Name of the scheme, or None.
-        format: compressed-tensors format, or None.
+        format: compressed-tensors format, ``"nf4"`` (for which there is none), or None.
         num_bits: Bits per code, or None.
         num_parameters: Values in the weight.
         bits_per_weight: Stored bits per value, scales and zero points included; 16 or 32 where not quantized.

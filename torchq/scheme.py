@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Strategy = Literal["tensor", "channel", "group", "block", "token"]
-NumberType = Literal["int", "float"]
+NumberType = Literal["int", "float", "nf"]
 STRATEGIES = ("tensor", "channel", "group", "block", "token")
 
 
@@ -20,13 +20,14 @@ class QuantArgs:
     """Settings of one quantized tensor (a weight, or the activations that enter a layer).
 
     Attributes:
-        num_bits: Bits per value: 2 to 8 for ``type="int"``, 8 for ``type="float"`` (e4m3).
-        type: ``"int"`` or ``"float"``.
+        num_bits: Bits per value: 2 to 8 for ``type="int"``, 8 for ``type="float"`` (e4m3), 4 for ``type="nf"``.
+        type: ``"int"``, ``"float"``, or ``"nf"`` (NormalFloat with double quantization, as QLoRA and bitsandbytes have it).
         symmetric: Without (True) or with (False, integers only) a zero point.
         strategy: What shares a scale: the whole ``"tensor"``, one output ``"channel"`` (a row of the weight), a ``"group"`` of
             ``group_size`` values along in_features, a 2-D ``"block"``, or one ``"token"`` (activations). Inferred if None:
             ``group_size`` None -> tensor, -1 -> channel, > 0 -> group.
-        group_size: Values along in_features that share a scale (``strategy="group"``); -1 means one group per channel.
+        group_size: Values along in_features that share a scale (``strategy="group"``); -1 means one group per channel. For
+            ``type="nf"``: neighbours in the weight as one row-major sequence, without regard to rows.
         block_structure: Rows and columns of a block (``strategy="block"``).
         dynamic: Whether the scales are computed at run time from the values themselves (activations only).
 
@@ -44,8 +45,8 @@ class QuantArgs:
     dynamic: bool = False
 
     def __post_init__(self) -> None:
-        if self.type not in ("int", "float"):
-            raise ValueError(f"type must be 'int' or 'float', got {self.type!r}")
+        if self.type not in ("int", "float", "nf"):
+            raise ValueError(f"type must be 'int', 'float' or 'nf', got {self.type!r}")
         for name in ("num_bits", "group_size"):
             value = getattr(self, name)
             if not isinstance(value, int) and not (name == "group_size" and value is None):
@@ -84,6 +85,19 @@ class QuantArgs:
             raise ValueError("type='float' is always symmetric; leave symmetric=True")
         if self.strategy == "token" and not self.dynamic:
             raise ValueError("strategy='token' has one scale per run-time token: set dynamic=True")
+        if self.type == "nf":
+            self._check_nf()
+
+    def _check_nf(self) -> None:
+        """What bitsandbytes' format holds, and no more."""
+        if self.num_bits != 4:
+            raise ValueError(f"num_bits must be 4 for type='nf' (NF4), got {self.num_bits}")
+        if not self.symmetric:
+            raise ValueError("type='nf' is always symmetric; leave symmetric=True")
+        size = self.group_size or 0
+        if self.strategy != "group" or size < 16 or size & (size - 1):
+            got = f"strategy={self.strategy!r}" if self.strategy != "group" else size
+            raise ValueError(f"group_size must be a power of two, 16 or more, for type='nf' (NF4's blocks), got {got}; use 64")
 
     @property
     def quant_min(self) -> int:
@@ -104,7 +118,8 @@ class Scheme:
         weights: Settings of the weight.
         input_activations: Settings of the activations, or None for weight-only quantization.
         name: What to call it in reports.
-        format: compressed-tensors format of the tensors on disk; follows from the rest, see :func:`format_of`.
+        format: compressed-tensors format of the tensors on disk, or ``"nf4"``, which is none; follows from the rest, see
+            :func:`format_of`.
 
     Raises:
         ValueError: If no compressed-tensors format that vLLM reads can hold the combination.
@@ -119,6 +134,8 @@ class Scheme:
         if self.weights.dynamic or self.weights.strategy == "token":
             raise ValueError("weights are quantized once: use dynamic=False and a strategy other than 'token'")
         acts = self.input_activations
+        if acts is not None and "nf" in (self.weights.type, acts.type):
+            raise ValueError("type='nf' is for weights alone; leave input_activations=None")
         if acts is not None and self.rounds_packed:
             self._check_packed_activations(acts)
         elif acts is not None:
@@ -172,7 +189,7 @@ class Scheme:
 
     @property
     def format(self) -> str:
-        """compressed-tensors format of this scheme's tensors on disk."""
+        """compressed-tensors format of this scheme's tensors on disk; ``"nf4"``: there is none, and nothing saves it."""
         return format_of(self)
 
     @property
@@ -182,10 +199,13 @@ class Scheme:
 
 
 def format_of(scheme: Scheme) -> str:
-    """Return the compressed-tensors format: ``pack-quantized``, ``int-``, ``float-`` or ``naive-quantized``.
+    """Return the compressed-tensors format: ``pack-quantized``, ``int-``, ``float-`` or ``naive-quantized``; or ``nf4``.
 
-    vLLM asserts on int8 weight-only checkpoints in any format but ``pack-quantized``.
+    vLLM asserts on int8 weight-only checkpoints in any format but ``pack-quantized``. compressed-tensors and vLLM have no NF4:
+    ``nf4`` names bitsandbytes' tensors, which a model can be trained on and not be saved in.
     """
+    if scheme.weights.type == "nf":
+        return "nf4"
     if scheme.weights.type == "int":
         return "pack-quantized" if scheme.input_activations is None or scheme.rounds_packed else "int-quantized"
     return "naive-quantized" if scheme.input_activations is None else "float-quantized"
@@ -209,13 +229,14 @@ def _named_schemes() -> dict[str, Scheme]:
         "FP8": Scheme(fp8_tensor, fp8_tensor, "FP8"),
         "FP8_DYNAMIC": Scheme(fp8_channel, fp8_token, "FP8_DYNAMIC"),
         "FP8_BLOCK": Scheme(fp8_block, fp8_group, "FP8_BLOCK"),
+        "NF4": Scheme(QuantArgs(4, "nf", group_size=64), name="NF4"),
     }
 
 
 SCHEMES: dict[str, Scheme] = _named_schemes()
-"""The named schemes. Group schemes have group_size 128 unless ``QuantConfig(group_size=...)`` says otherwise."""
+"""The named schemes. Group schemes have group_size 128 (NF4: 64) unless ``QuantConfig(group_size=...)`` says otherwise."""
 
-PLANNED_SCHEMES = ("NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP8", "NF4")
+PLANNED_SCHEMES = ("NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP8")
 
 
 def resolve_scheme(scheme: str | Scheme, group_size: int | None = None, symmetric: bool | None = None) -> Scheme:

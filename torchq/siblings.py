@@ -136,7 +136,7 @@ def join_siblings(model: nn.Module, groups: list[list[str]]) -> list[list[str]]:
         alike: dict[Any, list[str]] = defaultdict(list)
         for name in names:
             layer = model.get_submodule(name)
-            if isinstance(layer, QuantLinear) and "input_scale" not in layer._buffers:
+            if isinstance(layer, QuantLinear) and "input_scale" not in layer._buffers and layer.scheme.format != "nf4":
                 alike[layer.scheme, layer.in_features, layer.scale_dtype].append(name)
         for some in alike.values():
             members = [model.get_submodule(name) for name in some]

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from torchq import QuantConfig, load_pretrained, quantize_, save_pretrained
-from torchq.checkpoint.reader import dequantize_
+from torchq.dequantize import dequantize_
 from torchq.testing import tiny_llama
 
 CONFIGS = [

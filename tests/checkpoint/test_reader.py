@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from torchq import QuantConfig, QuantLinear, load_pretrained, quantize_, save_pretrained
-from torchq.checkpoint.reader import dequantize_
+from torchq.dequantize import dequantize_
 from torchq.testing import sqnr_db, tiny_llama
 
 IDS = torch.arange(3, 15)[None]

@@ -16,7 +16,7 @@ from torchq.scheme import SCHEMES, resolve_scheme
 FP8_WEIGHT_ONLY = Scheme(QuantArgs(8, "float", strategy="channel"))
 INT8_STATIC = Scheme(QuantArgs(8, strategy="channel"), QuantArgs(8, strategy="tensor", symmetric=False))
 ALL = {
-    **SCHEMES,
+    **{name: scheme for name, scheme in SCHEMES.items() if scheme.format != "nf4"},  # which compressed-tensors does not have
     "W4A16-g32": resolve_scheme("W4A16", 32),
     "W4A16-channel": resolve_scheme("W4A16", -1),
     "FP8_WEIGHT_ONLY": FP8_WEIGHT_ONLY,
@@ -240,6 +240,7 @@ def test_output_activations_are_not_supported() -> None:
         (config_with(ignore=["re:("]), r"ignore in quantization_config: 're:\(' is not a regular expression"),
         (config_with(sparsity_config=[1]), "sparsity_config in quantization_config must be a JSON object"),
         (config_with({"num_bits": 17}), r"config_groups\['group_0'\] is damaged: num_bits must be 2 to 8"),
+        (config_with({"type": "nf"}), r"config_groups\['group_0'\] is damaged: type must be 'int' or 'float', got 'nf'"),
         (config_with({"num_bits": "4"}), r"config_groups\['group_0'\] is damaged"),
         (config_with({"strategy": "rows"}), r"config_groups\['group_0'\] is damaged: strategy must be one of"),
         (config_with({"group_size": None}), r"config_groups\['group_0'\] is damaged: strategy='group' needs a group_size"),

@@ -283,7 +283,7 @@ def test_errors_name_the_argument(of: dict[str, Any], changes: dict[str, Any], m
 
 def test_tensors_on_two_devices() -> None:
     with pytest.raises(ValueError, match=r"absmax is on meta, packed on \w+(:0)?: move one of them, \.to\('\w+(:0)?'\)"):
-        nf4._check_args(**(PLAIN | {"absmax": torch.zeros(14, device="meta")}))
+        nf4.check_nf4_args(**(PLAIN | {"absmax": torch.zeros(14, device="meta")}))
 
 
 def test_errors_of_quantizing() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchq import numerics
+from torchq.kernels import nf4
 from torchq.linear import QuantizedWeight
 from torchq.scheme import Scheme
 
@@ -69,6 +70,8 @@ def quantize_weight(
         The quantized weight and its relative error ``|W - dequantized| / |W|`` (Frobenius).
     """
     settings, args = settings or RTN(), scheme.weights
+    if args.type == "nf":
+        return _quantize_nf4(weight, scheme)
     signed = signed_scales(scheme)
     norm = settings.norm_for(importance is not None)
     scale, zero_point = numerics.choose_qparams(
@@ -76,35 +79,54 @@ def quantize_weight(
     )
     q = torch.empty(weight.shape, dtype=torch.int8 if args.type == "int" else torch.float8_e4m3fn, device=weight.device)
     quantized = QuantizedWeight(q, scale, zero_point, scheme)
-    for rows, scales, zeros in _row_chunks(quantized):
-        chunk = weight[rows]
+    for chunk, codes, scales, zeros in _chunks(weight, quantized):
         if settings.scale_search == "mse":
-            q[rows] = numerics.quantize(chunk.float(), scales.float(), zeros, args)
+            codes.copy_(numerics.quantize(chunk.float(), scales.float(), zeros, args))
         else:
-            q[rows] = numerics.quantize(chunk, scales, zeros, args)
+            codes.copy_(numerics.quantize(chunk, scales, zeros, args))
+    return quantized, relative_error(weight, quantized)
+
+
+def _quantize_nf4(weight: Tensor, scheme: Scheme) -> tuple[QuantizedWeight, float]:
+    """NF4 has one rule, bitsandbytes': absmax of each block, and the nearest level. Some blocks at a time."""
+    size, flat = scheme.weights.group_size, weight.reshape(-1)
+    assert size is not None
+    step = max(_CHUNK_VALUES // size, 1) * size
+    parts = [nf4.nf4_quantize_ref(flat[start : start + step], size) for start in range(0, flat.numel(), step)]
+    q = nf4.unpack_codes(torch.cat([packed for packed, _ in parts]), flat.numel()).view(weight.shape)
+    nested = nf4.compress_absmax(torch.cat([absmax for _, absmax in parts]))
+    quantized = QuantizedWeight(q, nf4.decompress_absmax(*nested)[:, None], None, scheme, nested=nested)
     return quantized, relative_error(weight, quantized)
 
 
 def relative_error(weight: Tensor, quantized: QuantizedWeight) -> float:
     """Return ``|W - dequantized| / |W|`` (Frobenius) of a weight [N, K]."""
     error = norm = 0.0
-    for rows, scales, zeros in _row_chunks(quantized):
-        restored = numerics.dequantize(quantized.q[rows], scales, zeros, quantized.scheme.weights).float()
-        error += torch.linalg.vector_norm(restored - weight[rows], dtype=torch.float64).item() ** 2
-        norm += torch.linalg.vector_norm(weight[rows], dtype=torch.float64).item() ** 2
+    for chunk, codes, scales, zeros in _chunks(weight, quantized):
+        restored = numerics.dequantize(codes, scales, zeros, quantized.scheme.weights).float()
+        error += torch.linalg.vector_norm(restored - chunk, dtype=torch.float64).item() ** 2
+        norm += torch.linalg.vector_norm(chunk, dtype=torch.float64).item() ** 2
     return (error / norm) ** 0.5 if norm else 0.0
 
 
-def _row_chunks(quantized: QuantizedWeight) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Yield ranges of rows, of whole blocks where scales are per block, with their scales and zero points."""
-    (n, k), blocks = quantized.q.shape, quantized.scheme.weights.block_structure
-    rows_per_scale = blocks[0] if blocks else 1
-    step = -(-max(1, _CHUNK_VALUES // k) // rows_per_scale) * rows_per_scale
-    for start in range(0, n, step):
-        rows = slice(start, min(start + step, n))
+def _chunks(weight: Tensor, quantized: QuantizedWeight) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """Yield ranges of rows with their codes, scales and zero points.
+
+    They are of whole blocks where scales are per block. Blocks of NF4 run on over the ends of rows: there all is one row.
+    """
+    q, args = quantized.q, quantized.scheme.weights
+    rows_per_scale = args.block_structure[0] if args.block_structure else 1
+    step = -(-max(1, _CHUNK_VALUES // q.shape[1]) // rows_per_scale) * rows_per_scale
+    if args.type == "nf":
+        assert args.group_size is not None
+        weight, q, rows_per_scale = weight.reshape(-1), q.view(-1), args.group_size
+        step = max(_CHUNK_VALUES // rows_per_scale, 1) * rows_per_scale
+    for start in range(0, q.shape[0], step):
+        rows = slice(start, min(start + step, q.shape[0]))
         scales = _rows(quantized.scale, rows, rows_per_scale)
         assert scales is not None
-        yield rows, scales, _rows(quantized.zero_point, rows, rows_per_scale)
+        chunk, codes = (part if part.ndim == 2 else part[None] for part in (weight[rows], q[rows]))
+        yield chunk, codes, scales, _rows(quantized.zero_point, rows, rows_per_scale)
 
 
 def _rows(tensor: Tensor | None, rows: slice, rows_per_scale: int) -> Tensor | None:

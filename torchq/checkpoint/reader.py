@@ -12,8 +12,8 @@ from torch import nn
 from torchq.checkpoint.safetensors_io import DTYPES, read_header
 from torchq.checkpoint.schema import read_config
 from torchq.checkpoint.writer import INDEX_NAME, REPORT_NAME, WEIGHTS_NAME, quantization_config
-from torchq.linear import QuantLinear
-from torchq.model_utils import flag_configs, set_module, strip_quantization_config
+from torchq.dequantize import dequantize_
+from torchq.model_utils import flag_configs, strip_quantization_config
 from torchq.report import QuantReport
 
 _LISTED = 10
@@ -83,37 +83,6 @@ def load_pretrained(
     if dequantize:
         dequantize_(loaded)
     return loaded.eval()
-
-
-def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Replace every QuantLinear of a model by an ordinary Linear (or Conv1D) with the dequantized weight, in place.
-
-    Args:
-        model: A quantized model.
-        dtype: dtype of the weights; each layer's compute dtype by default.
-    """
-    for name, module in list(model.named_modules()):
-        if isinstance(module, QuantLinear):
-            set_module(model, name, to_linear(module, dtype))
-    strip_quantization_config(model)
-    if hasattr(model, "quant_report"):
-        del model.quant_report
-
-
-def to_linear(module: QuantLinear, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return an ordinary Linear (transformers' Conv1D where it replaced one) with the weight that a QuantLinear stands for."""
-    weight = module.dequantize(dtype or module.compute_dtype)
-    if module.transposed:
-        from transformers.pytorch_utils import Conv1D
-
-        with torch.device("meta"):
-            linear: nn.Module = Conv1D(module.out_features, module.in_features)
-        weight = weight.t().contiguous()
-    else:
-        linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    linear.register_parameter("bias", module.bias)
-    return linear.train(module.training)
 
 
 def read_headers(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

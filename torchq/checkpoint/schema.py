@@ -175,6 +175,8 @@ def _read_scheme(group_name: str, group: Mapping[str, Any]) -> Scheme:
 
 def _read_args(fields: Mapping[str, Any]) -> QuantArgs:
     num_bits, kind = fields.get("num_bits", 8), fields.get("type", "int")
+    if kind not in ("int", "float"):
+        raise ValueError(f"type must be 'int' or 'float', got {kind!r}")
     if kind == "float" and num_bits != 8:
         raise NotImplementedError(f"type='float' with num_bits={num_bits} is not supported yet")
     strategy, group_size = fields.get("strategy"), fields.get("group_size")

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,8 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, tokenizer: Any = No
     Raises:
         FileExistsError: If ``folder`` exists and is not empty.
         TypeError: If ``model`` is not a transformers model.
-        ValueError: If nothing in it is quantized, or ``max_shard_size`` is not a size.
+        ValueError: If nothing in it is quantized, a layer's scheme has no checkpoint format (NF4), or ``max_shard_size`` is not
+            a size.
     """
     target = Path(folder)
     limit = parse_size(max_shard_size)
@@ -103,7 +104,22 @@ def check_saveable(model: nn.Module, target: Path) -> None:
         raise TypeError(f"model must be a transformers model, got {type(model).__name__}; save its state_dict() yourself")
     if not any(isinstance(module, QuantLinear) for module in model.modules()):
         raise ValueError("nothing in the model is quantized; call quantize_ first, or use model.save_pretrained")
+    problem = missing_format({name: module.scheme for name, module in model.named_modules() if isinstance(module, QuantLinear)})
+    if problem is not None:
+        raise ValueError(problem)
     check_output_folder(target)
+
+
+def missing_format(schemes: Mapping[str, Scheme]) -> str | None:
+    """Say which layers (name -> scheme) have a scheme without a checkpoint format, and what to do; None if there are none."""
+    names = [name for name, scheme in schemes.items() if scheme.format == "nf4"]
+    if not names:
+        return None
+    return (
+        f"scheme {schemes[names[0]].name} of {list_names(names)} has no checkpoint format that vLLM or compressed-tensors read: "
+        "it is for training. To save such a model, train adapters and save those, or convert it with torchq.dequantize_(model) "
+        "and then torchq.quantize_(model, 'W4A16')"
+    )
 
 
 def check_output_folder(target: Path) -> None:
@@ -268,6 +284,9 @@ def quantization_config(model: nn.Module, names: dict[str, str] | None = None) -
     Args:
         model: A quantized model.
         names: :func:`checkpoint_names` of the model, if known.
+
+    Raises:
+        ValueError: If a layer's scheme has no checkpoint format.
     """
     names = checkpoint_names(model) if names is None else names
     module_name: dict[str, str] = {}  # model module -> checkpoint module
@@ -285,6 +304,9 @@ def quantization_config(model: nn.Module, names: dict[str, str] | None = None) -
             schemes |= dict.fromkeys(spellings, module.scheme)
         elif "Linear" in class_names(module) or _is_router(module):
             unquantized += spellings
+    problem = missing_format(schemes)
+    if problem is not None:
+        raise ValueError(problem)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 3 and "expert" in name.lower():  # fused experts: vLLM looks each one up by name
             holder = name.rpartition(".")[0]
