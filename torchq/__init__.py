@@ -9,6 +9,7 @@ from torchq.checkpoint.reader import load_pretrained
 from torchq.checkpoint.writer import save_pretrained
 from torchq.config import QuantConfig
 from torchq.linear import QuantLinear
+from torchq.qat import convert_qat_
 from torchq.quantize import quantize_
 from torchq.report import QuantReport
 from torchq.scheme import QuantArgs, Scheme
@@ -26,6 +27,7 @@ __all__ = [
     "Scheme",
     "SmoothQuant",
     "__version__",
+    "convert_qat_",
     "fuse_siblings_",
     "load_pretrained",
     "quantize_",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torchq.siblings import Siblings
 
 _SAME_SIZE_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_HOOKS = (
+HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
@@ -211,9 +211,9 @@ class QuantLinear(nn.Module):
                 raise ValueError(f"{name} is missing: scheme {scheme.name} has static activations")
             module._buffers[name] = tensor
         module.register_parameter("bias", linear._parameters.get("bias"))
-        module.transposed = is_conv1d(linear)
+        module.transposed = is_conv1d(linear) or getattr(linear, "transposed", False)  # as a FakeQuantLinear says
         module.train(linear.training)
-        for name in _HOOKS:
+        for name in HOOKS:
             module.__dict__[name] = linear.__dict__[name]
         module._set_placeholder()
         module.pack_native_()
@@ -438,12 +438,5 @@ class QuantLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """Return sizes, scheme and format for ``print(model)``."""
-        args = self.scheme.weights
-        grid = f"{args.type}{args.num_bits} {args.strategy}" + (f" {args.group_size}" if args.group_size else "")
-        symmetry = "" if args.symmetric else " asymmetric"
-        acts = self.scheme.input_activations
-        activations = "" if acts is None else f", activations={acts.type}{acts.num_bits} {acts.strategy}"
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"scheme={self.scheme.name}, weight={grid}{symmetry}{activations}"
-        )
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}, {self.scheme.describe()}"
