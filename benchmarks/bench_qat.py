@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench_quantize import Quality, add_options, evaluate, prepare
+from bench_quantize import add_options, evaluate, prepare
 from common import console, print_table, save_results
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -36,15 +36,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder, rows, windows = prepare(arguments, Path(temporary))
         base = _load(folder)
-        results: dict[str, Any] = {}
+        models: dict[str, nn.Module] = {}
+        results: dict[str, dict[str, Any]] = {}
         for way, make in (("rtn", _rtn), ("gptq", _gptq), ("qat", _qat)):
             if way in arguments.ways:
                 started = time.perf_counter()
-                model, extra = make(arguments, base, folder, rows)
-                seconds = time.perf_counter() - started
-                quality: dict[str, Quality] = {text: evaluate(base, {"": model}, ids)[""] for text, ids in windows.items()}
-                results[way] = {"seconds": seconds} | extra | {"quality": {text: asdict(one) for text, one in quality.items()}}
-                console.print(way, f"{seconds:.0f} s", {text: round(one.mean_kl, 4) for text, one in quality.items()})
+                models[way], extra = make(arguments, base, folder, rows)
+                results[way] = {"seconds": time.perf_counter() - started, "quality": {}} | extra
+                console.print(f"{way}: {results[way]['seconds']:.0f} s")
+        for text, ids in windows.items():
+            for way, quality in evaluate(base, models, ids).items():
+                results[way]["quality"][text] = asdict(quality)
     table = []
     for way, result in results.items():
         cells = [f"{q['mean_kl']:.4f} ± {q['mean_kl_standard_error']:.4f}" for q in result["quality"].values()]
@@ -53,8 +55,8 @@ def main() -> None:
     columns = ["", "s", *(column for text in windows for column in (f"KL, {text}", "flips"))]
     print_table(f"{folder.name}, W{arguments.bits}A16, groups of {arguments.group_size}", columns, table)
     if arguments.save:
-        names = ("bits", "group_size", "symmetric", "threads", "samples", "length", "steps", "batch", "rate", "scale_rate")
-        settings = {name: getattr(arguments, name) for name in names}
+        names = ("bits", "group_size", "symmetric", "threads", "samples", "length", "evaluation_tokens")
+        settings = {name: getattr(arguments, name) for name in (*names, "steps", "batch", "rate", "scale_rate")}
         name = f"qat_w{arguments.bits}_g{arguments.group_size}" + ("" if arguments.symmetric else "_asym")
         save_results(name, {"model": folder.name} | settings | {"results": results})
 

@@ -475,7 +475,7 @@ def test_a_short_training_of_smollm2() -> None:
     distill(base, model, list(torch.stack(rows).split(2)), 1e-5, 1e-3)
     convert_qat_(model, progress=False)
     after = measure_divergence(base, model, windows).mean_kl
-    assert after < 0.7 * before, (after, before)
+    assert after < 0.75 * before, (after, before)
 
 
 # ------------------------------------------------------------------------------------------------- reports, saving, refusals
@@ -546,8 +546,8 @@ STATIC_INT8 = Scheme(QuantArgs(8, strategy="channel"), QuantArgs(8, strategy="te
         (QuantConfig("W4A16", group_size=32, algorithm="awq"), NotImplementedError, "algorithm='awq'.*use algorithm='auto' or"),
         (QuantConfig("W8A8", algorithm="smoothquant"), NotImplementedError, "algorithm='smoothquant'"),
         (QuantConfig("W4A16", group_size=32, algorithm=["awq", GPTQ()]), NotImplementedError, "algorithm='awq'"),
-        (QuantConfig("FP8"), NotImplementedError, r"static activation scales, which scheme FP8 has .*use FP8_DYNAMIC"),
-        (QuantConfig(STATIC_INT8), NotImplementedError, r"static activation scales, which scheme STATIC has .*use W8A8"),
+        (QuantConfig("FP8"), NotImplementedError, r"static activation scales, got .* \(FP8\) and 11 more; use FP8_DYN"),
+        (QuantConfig(STATIC_INT8), NotImplementedError, r"static activation scales, got .* \(STATIC\)"),
         (QuantConfig("W4A16", group_size=32, fuse_siblings=True), NotImplementedError, r"fuse_siblings_\(model\) after"),
         (QuantConfig("W4A16"), ValueError, "group_size=128 does not divide in_features=64"),
     ],

@@ -247,27 +247,33 @@ def check_trainable(plans: list[LayerPlan], config: QuantConfig, *, calibrated: 
         raise ValueError("qat=True takes no calibration data, it starts from nearest rounding; leave calibration=None and train")
     if config.fuse_siblings:
         raise NotImplementedError("qat=True does not support fuse_siblings=True; call fuse_siblings_(model) after convert_qat_")
+    algorithm = ""
+    unknown, static = [], []
     for plan in plans:
         if plan.scheme is None:
             continue
-        name, weights = plan.scheme.name, plan.scheme.weights
         step = config.smoothing(plan.scheme, False) or config.recipe(plan.scheme, False)
+        described = f"{plan.names[0]} ({plan.scheme.name})"
         if not isinstance(step, RTN):
-            raise NotImplementedError(
-                f"qat=True starts from nearest rounding, algorithm={type(step).__name__.lower()!r} is not supported with it; "
-                "use algorithm='auto' or 'rtn'"
-            )
-        if weights.type != "int" and weights.num_bits != 8:
-            raise NotImplementedError(
-                f"qat=True does not support scheme {name} ({plan.names[0]}); supported: integer and fp8 weights, with dynamic "
-                "activations or none"
-            )
+            algorithm = type(step).__name__.lower()
+        if plan.scheme.weights.type != "int" and plan.scheme.weights.num_bits != 8:
+            unknown.append(described)
         if plan.scheme.needs_calibration:
-            dynamic = "FP8_DYNAMIC" if weights.type == "float" else "W8A8"
-            raise NotImplementedError(
-                f"qat=True does not support static activation scales, which scheme {name} has ({plan.names[0]}); use {dynamic} "
-                "(scales at run time)"
-            )
+            static.append(described)
+    if algorithm:
+        raise NotImplementedError(
+            f"qat=True starts from nearest rounding, algorithm={algorithm!r} is not supported with it; use algorithm='auto' or "
+            "'rtn'"
+        )
+    if unknown:
+        raise NotImplementedError(
+            f"qat=True supports integer and fp8 weights, with dynamic activation scales or none, got {list_names(unknown)}"
+        )
+    if static:
+        raise NotImplementedError(
+            f"qat=True does not support static activation scales, got {list_names(static)}; use FP8_DYNAMIC or W8A8 (scales at "
+            "run time)"
+        )
 
 
 def _check_calibration(todo: list[LayerPlan], calibrated: bool) -> None:

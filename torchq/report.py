@@ -129,8 +129,8 @@ class QuantReport:
         ]
         if training:
             share = sum(layer.num_parameters for layer in training) / self.num_parameters
-            count = f"{len(training)} fake-quantized for training ({share:.1%} of the parameters)"
-            lines.append(f"  {count}, in 16 or 32 bits until convert_qat_")
+            described = f"{len(training)} fake-quantized for training ({share:.1%} of the parameters)"
+            lines.append(f"  {described}, in 16 or 32 bits until convert_qat_")
         reasons: Counter[str] = Counter()
         sizes: Counter[str] = Counter()
         for layer in self.layers:
