@@ -10,6 +10,7 @@ from torchq.checkpoint.writer import save_pretrained
 from torchq.config import QuantConfig
 from torchq.dequantize import dequantize_
 from torchq.linear import QuantLinear
+from torchq.qat import convert_qat_
 from torchq.quantize import quantize_
 from torchq.report import QuantReport
 from torchq.scheme import QuantArgs, Scheme
@@ -28,6 +29,7 @@ __all__ = [
     "Scheme",
     "SmoothQuant",
     "__version__",
+    "convert_qat_",
     "dequantize_",
     "fuse_siblings_",
     "load_pretrained",

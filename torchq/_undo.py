@@ -14,6 +14,8 @@ from typing import IO, Any
 import torch
 from torch import nn
 
+from torchq.model_utils import set_module
+
 _MISSING = object()
 
 
@@ -47,6 +49,7 @@ class UndoLog:
         self._replaced: list[_Replaced] = []
         self._attributes: list[tuple[Any, str, Any]] = []
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._kept: list[tuple[nn.Module, str, nn.Module]] = []
         self._file: IO[bytes] | None = None
         if enabled and num_bytes > shutil.disk_usage(tempfile.gettempdir()).free:
             raise ValueError(
@@ -77,6 +80,10 @@ class UndoLog:
                 shell._parameters = module._parameters | {"weight": empty}
             entry = _Replaced(model, name, weakref.ref(module), weakref.ref(weight), shells[id(module)], offset, weight.device)
             self._replaced.append(entry)
+
+    def keep(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+        """Remember modules by name that are about to be replaced; they stay in memory."""
+        self._kept += [(model, name, module) for name, module in modules.items()]
 
     def save_attribute(self, owner: Any, name: str) -> None:
         """Remember an attribute that is about to change."""
@@ -111,6 +118,8 @@ class UndoLog:
         with torch.no_grad():
             for tensor, saved in reversed(self._tensors):
                 tensor.copy_(saved)
+        for model, name, module in self._kept:
+            set_module(model, name, module)
         weights: dict[int, nn.Parameter] = {}
         for entry in self._replaced:
             module = entry.module() or entry.shell  # where nobody else holds it, its copy takes its place
@@ -120,8 +129,7 @@ class UndoLog:
                     weights[entry.offset] = self._read_weight(entry)
                 weight = weights[entry.offset]
             module._parameters["weight"] = weight
-            parent_name, _, attribute = entry.name.rpartition(".")
-            setattr(entry.model.get_submodule(parent_name), attribute, module)
+            set_module(entry.model, entry.name, module)
 
     def _read_weight(self, entry: _Replaced) -> nn.Parameter:
         assert self._file is not None

@@ -184,7 +184,7 @@ class QuantLinear(nn.Module):
                 raise ValueError(f"{name} is missing: scheme {scheme.name} has static activations")
             module._buffers[name] = tensor
         module.register_parameter("bias", linear._parameters.get("bias"))
-        module.transposed = is_conv1d(linear)
+        module.transposed = is_conv1d(linear) or getattr(linear, "transposed", False)  # as a FakeQuantLinear says
         module.train(linear.training)
         for name in HOOKS:
             module.__dict__[name] = linear.__dict__[name]
@@ -441,12 +441,5 @@ class QuantLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """Return sizes, scheme and format for ``print(model)``."""
-        args = self.scheme.weights
-        grid = f"{args.type}{args.num_bits} {args.strategy}" + (f" {args.group_size}" if args.group_size else "")
-        symmetry = "" if args.symmetric else " asymmetric"
-        acts = self.scheme.input_activations
-        activations = "" if acts is None else f", activations={acts.type}{acts.num_bits} {acts.strategy}"
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"scheme={self.scheme.name}, weight={grid}{symmetry}{activations}"
-        )
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}, {self.scheme.describe()}"

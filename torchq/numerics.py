@@ -262,8 +262,8 @@ def _column_weights(importance: Tensor, args: QuantArgs, rows: int) -> Tensor:
 
 
 def representable_scale(scale: Tensor, like: Tensor, args: QuantArgs) -> Tensor:
-    """Round new float32 scales of an integer weight to the dtype and shape of ``like``, so that none is 0 there nor overflows."""
-    reach = float(-args.quant_min) if args.symmetric else float(args.quant_max - args.quant_min)
+    """Round new float32 scales to the dtype and shape of ``like``, so that none is 0 there nor overflows."""
+    reach = _reach(args, None) if args.symmetric else float(args.quant_max - args.quant_min)
     return _representable(scale, like.dtype, reach).reshape(like.shape)
 
 

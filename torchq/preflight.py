@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from torchq.algorithms.rtn import RTN
 from torchq.config import DEFAULT_IGNORE, QuantConfig
+from torchq.fake_quant import FakeQuantLinear
 from torchq.linear import QuantLinear
 from torchq.matching import class_names, first_match, is_conv1d, matches
 from torchq.model_utils import collapse, linear_shape, list_names, quantization_method, weight_of
@@ -194,6 +196,11 @@ def check_not_quantized(model: nn.Module) -> None:
     """Raise a ValueError if a model is quantized already, by torchq or by another tool."""
     for name, module in model.named_modules():
         kind = type(module)
+        if isinstance(module, FakeQuantLinear):
+            raise ValueError(
+                f"the model is fake-quantized for training already ({name}); torchq.convert_qat_(model) packs it, or start "
+                "from the 16-bit model"
+            )
         if isinstance(module, QuantLinear):
             raise ValueError(
                 f"the model is already quantized by torchq ({name}); start from the 16-bit model, load the checkpoint with "
@@ -229,9 +236,44 @@ def preflight(plans: list[LayerPlan], *, calibrated: bool = False) -> None:
     meta = [plan.names[0] for plan in todo if weight_of(plan.module).is_meta]
     if meta:
         raise ValueError(f"{list_names(meta)} are on the meta device and hold no values; load the model onto a real device")
-    broken = [plan.names[0] for plan in todo if not _is_finite(weight_of(plan.module))]
+    broken = [plan.names[0] for plan in todo if not is_finite(weight_of(plan.module))]
     if broken:
         raise ValueError(f"weights hold NaN or inf: {list_names(broken)}; reload or repair the model, or add them to ignore")
+
+
+def check_trainable(plans: list[LayerPlan], config: QuantConfig, *, calibrated: bool) -> None:
+    """Check what quantization-aware training asks for beyond :func:`preflight`. Changes nothing."""
+    if calibrated:
+        raise ValueError("qat=True takes no calibration data, it starts from nearest rounding; leave calibration=None and train")
+    if config.fuse_siblings:
+        raise NotImplementedError("qat=True does not support fuse_siblings=True; call fuse_siblings_(model) after convert_qat_")
+    algorithm = ""
+    unknown, static = [], []
+    for plan in plans:
+        if plan.scheme is None:
+            continue
+        step = config.smoothing(plan.scheme, False) or config.recipe(plan.scheme, False)
+        described = f"{plan.names[0]} ({plan.scheme.name})"
+        if not isinstance(step, RTN):
+            algorithm = type(step).__name__.lower()
+        if plan.scheme.weights.type != "int" and plan.scheme.weights.num_bits != 8:
+            unknown.append(described)
+        if plan.scheme.needs_calibration:
+            static.append(described)
+    if algorithm:
+        raise NotImplementedError(
+            f"qat=True starts from nearest rounding, algorithm={algorithm!r} is not supported with it; use algorithm='auto' or "
+            "'rtn'"
+        )
+    if unknown:
+        raise NotImplementedError(
+            f"qat=True supports integer and fp8 weights, with dynamic activation scales or none, got {list_names(unknown)}"
+        )
+    if static:
+        raise NotImplementedError(
+            f"qat=True does not support static activation scales, got {list_names(static)}; use FP8_DYNAMIC or W8A8 (scales at "
+            "run time)"
+        )
 
 
 def _check_calibration(todo: list[LayerPlan], calibrated: bool) -> None:
@@ -273,6 +315,7 @@ def _check_group_sizes(todo: list[LayerPlan]) -> None:
     raise ValueError(f"{'; '.join(lines)}; {remedy}, or add them to ignore. All layers it does not fit:\n{everything}")
 
 
-def _is_finite(weight: Tensor) -> bool:
+def is_finite(weight: Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor inf; without a copy of it."""
     low, high = weight.detach().aminmax() if weight.numel() else (weight.new_zeros(()), weight.new_zeros(()))
     return bool(torch.isfinite(low) & torch.isfinite(high))

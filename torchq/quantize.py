@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchq._progress import progress_bar
 from torchq._undo import UndoLog
 from torchq._version import __version__
 from torchq.algorithms.awq import AWQ
@@ -21,6 +20,7 @@ from torchq.algorithms.rtn import RTN, quantize_weight
 from torchq.algorithms.smoothquant import SmoothQuant
 from torchq.checkpoint.writer import missing_format, quantization_config
 from torchq.config import QuantConfig
+from torchq.fake_quant import FakeQuantLinear, fake_quantized
 from torchq.linear import QuantizedWeight, QuantLinear, buffer_specs
 from torchq.matching import is_conv1d
 from torchq.model_utils import (
@@ -31,10 +31,11 @@ from torchq.model_utils import (
     strip_quantization_config,
     weight_of,
 )
-from torchq.preflight import LayerPlan, check_not_quantized, plan_layers, preflight
+from torchq.preflight import LayerPlan, check_not_quantized, check_trainable, plan_layers, preflight
 from torchq.report import LayerReport, QuantReport
 from torchq.scheme import Scheme
 from torchq.siblings import find_siblings, join_siblings
+from torchq.tying import shared_parameters, untie
 
 
 def quantize_(
@@ -47,6 +48,7 @@ def quantize_(
     resume: str | None = None,
     progress: bool = True,
     undo: bool = True,
+    qat: bool = False,
 ) -> QuantReport:
     """Quantize a model in place: its targeted Linear layers become packed :class:`~torchq.linear.QuantLinear` modules.
 
@@ -67,15 +69,18 @@ def quantize_(
         undo: Whether to keep the replaced weights in a temporary file (as large as they are, in ``tempfile.gettempdir()``) until
             the call has succeeded, so that an interruption or an out-of-memory error half way can be undone. Without it,
             such a failure leaves the layers done so far quantized; wrong input is found before anything changes either way.
+        qat: Quantization-aware training: the layers become :class:`~torchq.fake_quant.FakeQuantLinear` modules instead, which
+            train as if quantized, from nearest rounding on. :func:`torchq.convert_qat_` then packs them.
 
     Returns:
         A report on every layer. It is also kept as ``model.quant_report``.
 
     Raises:
         ValueError: If a pattern matches nothing, a layer cannot hold the scheme, the model is quantized already, a weight is not
-            finite, nothing would be quantized, an algorithm lacks calibration data, or the data is unusable.
+            finite, nothing would be quantized, an algorithm lacks calibration data, or the data is unusable; with ``qat``, if
+            there is calibration data.
         TypeError: If ``model`` or ``config`` is of a wrong type.
-        NotImplementedError: If the scheme or the algorithm is not supported yet.
+        NotImplementedError: If the scheme or the algorithm is not supported yet, or not with ``qat``.
     """
     config = _as_config(config)
     if isinstance(model, str):
@@ -90,6 +95,8 @@ def quantize_(
     started = time.perf_counter()
     check_not_quantized(model)
     plans = plan_layers(model, config)
+    if qat:
+        check_trainable(plans, config, calibrated=calibration is not None)
     preflight(plans, calibrated=calibration is not None)
     todo = [plan for plan in plans if plan.scheme is not None]
     recipes = {id(plan): config.recipe(plan.scheme, calibration is not None) for plan in todo if plan.scheme is not None}
@@ -109,11 +116,15 @@ def quantize_(
         num_parameters=0,
         torchq_version=__version__,
     )
+    if qat:
+        _fake_quantize(model, plans, recipes, report, device, progress)
+        report.seconds = time.perf_counter() - started
+        return report
     announced: list[str] = []  # warnings that a user should see before the run
-    shared = _shared_parameters(model, todo)
+    shared = shared_parameters(model, todo)
     with UndoLog(enabled=undo, num_bytes=sum(weight_of(plan.module).nbytes for plan in todo)) as undo_log:
         entries = {}
-        with _progress_bar("Quantizing", len(todo), progress) as advance:
+        with progress_bar("Quantizing", len(todo), progress) as advance:
             calibrated = []
             for plan in todo:
                 if batches is not None and _uses_data(plan, recipes[id(plan)], config):
@@ -148,10 +159,10 @@ def quantize_(
                     warn=announce,
                 )
                 report.timings, report.folds = outcome.timings, outcome.folds
-        report.warnings += _untie(model, todo, shared, undo_log)
-        _describe_in_config(model, undo_log)
+        report.warnings += untie(model, todo, shared, undo_log)
+        describe_in_config(model, undo_log)
         report.layers = [entries.get(plan.names[0]) or _left_out(plan) for plan in plans]
-        report.layers += _other_parameters(model, plans)
+        report.layers += other_parameters(model, plans)
         report.num_parameters = sum(layer.num_parameters for layer in report.layers)
         report.seconds = time.perf_counter() - started
         report.warnings += _left_out_warnings(report)
@@ -159,7 +170,7 @@ def quantize_(
             warnings.warn(message, stacklevel=2)
         report.warnings += announced
         undo_log.commit()
-    _mark_quantized(model, report)
+    mark_quantized(model, report)
     if siblings:
         join_siblings(model, siblings)
     return report
@@ -271,18 +282,30 @@ def _swap(
     undo_log: UndoLog | None,
 ) -> LayerReport:
     """Put QuantLinears in a layer's place, and report on it. The weight is recorded first, unless ``undo_log`` is None."""
-    assert plan.scheme is not None
-    started, home = time.perf_counter(), weight_of(plan.module).device
-    replacements: dict[int, QuantLinear] = {}
-    for module in plan.modules.values():
-        if id(module) not in replacements:
-            replacements[id(module)] = QuantLinear.from_linear(module, quantized).to(home)
+    started = time.perf_counter()
+    replacements = packed_layers(plan, quantized)
     if undo_log is not None:
         undo_log.record(model, plan.modules)
-    for name, module in plan.modules.items():
-        set_module(model, name, replacements[id(module)])
-    plan.module = replacements[id(plan.module)]
+    for name, replacement in replacements.items():
+        set_module(model, name, replacement)
+    plan.module = replacements[plan.names[0]]
     plan.modules.clear()  # lets go of the weight
+    return packed_report(plan, quantized, relative_error, seconds + time.perf_counter() - started)
+
+
+def packed_layers(plan: LayerPlan, quantized: QuantizedWeight) -> dict[str, QuantLinear]:
+    """Return QuantLinears for a plan's modules, by name; one for each module, on its device."""
+    home = weight_of(plan.module).device
+    made: dict[int, QuantLinear] = {}
+    for module in plan.modules.values():
+        if id(module) not in made:
+            made[id(module)] = QuantLinear.from_linear(module, quantized).to(home)
+    return {name: made[id(module)] for name, module in plan.modules.items()}
+
+
+def packed_report(plan: LayerPlan, quantized: QuantizedWeight, relative_error: float, seconds: float) -> LayerReport:
+    """Return the report on a packed layer."""
+    assert plan.scheme is not None
     out_features, in_features = quantized.q.shape
     specs = buffer_specs(plan.scheme, out_features, in_features, quantized.scale.dtype)
     bits = sum(math.prod(shape) * dtype.itemsize * 8 for name, (shape, dtype) in specs.items() if name != "weight_shape")
@@ -295,46 +318,55 @@ def _swap(
         format=plan.scheme.format,
         num_bits=plan.scheme.weights.num_bits,
         relative_error=relative_error,
-        reason=f"also used as {', '.join(plan.names[1:])}" if len(plan.names) > 1 else None,
-        seconds=seconds + time.perf_counter() - started,
+        reason=_also_used(plan),
+        seconds=seconds,
     )
 
 
-def _shared_parameters(model: nn.Module, todo: list[LayerPlan]) -> dict[str, str]:
-    """Parameters (of embeddings, say) that are the weight of a layer to be quantized: the layer's -> the other's name."""
-    plans = {id(weight_of(plan.module)): plan for plan in todo}
-    shared = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        plan = plans.get(id(parameter))
-        if plan is not None and name.rpartition(".")[0] not in plan.modules:
-            shared[f"{plan.names[0]}.weight"] = name
-    return shared
+def _also_used(plan: LayerPlan) -> str | None:
+    return f"also used as {', '.join(plan.names[1:])}" if len(plan.names) > 1 else None
 
 
-def _untie(model: nn.Module, todo: list[LayerPlan], shared: dict[str, str], undo_log: UndoLog) -> list[str]:
-    """Say which weights are separate now that one of them is quantized, and make transformers' records say so too."""
-    names = {name for plan in todo for name in plan.names}
-    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    broken = {
-        target: source
-        for target, source in tied.items()
-        if target.rpartition(".")[0] in names or source.rpartition(".")[0] in names
-    }
-    if broken:
-        undo_log.save_attribute(model, "all_tied_weights_keys")
-        model.all_tied_weights_keys = {t: s for t, s in tied.items() if t not in broken}  # type: ignore[assignment]
-        model_config: Any = getattr(model, "config", None)
-        text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else None
-        configs: tuple[Any, ...] = (model_config, text_config)  # vLLM reads the second
-        for settings in configs:
-            if getattr(settings, "tie_word_embeddings", False):
-                undo_log.save_attribute(settings, "tie_word_embeddings")
-                settings.tie_word_embeddings = False
-    pairs = shared | broken
-    if not pairs:
-        return []
-    listed = ", ".join(f"{target} from {source}" for target, source in pairs.items())
-    return [f"untied {listed}: only the quantized layer changed, the other keeps its 16-bit weight"]
+def _fake_quantize(
+    model: nn.Module,
+    plans: list[LayerPlan],
+    recipes: dict[int, RTN | GPTQ],
+    report: QuantReport,
+    device: torch.device | str | None,
+    progress: bool,
+) -> None:
+    """Put FakeQuantLinears in the layers' places, all made before the first is, and complete the report."""
+    layers: dict[str, FakeQuantLinear] = {}
+    with progress_bar("Preparing", len(recipes), progress) as advance:
+        for plan in plans:
+            recipe, weight, started = recipes.get(id(plan)), getattr(plan.module, "weight", None), time.perf_counter()
+            if plan.scheme is None or not isinstance(recipe, RTN) or weight is None:
+                report.layers.append(_left_out(plan))
+                continue
+            made, relative_error = fake_quantized(plan.modules, plan.scheme, recipe, device)
+            layers |= made
+            entry = LayerReport(
+                name=plan.names[0],
+                status="fake-quantized",
+                num_parameters=weight.numel(),
+                bits_per_weight=weight.element_size() * 8,
+                scheme=plan.scheme.name,
+                num_bits=plan.scheme.weights.num_bits,
+                relative_error=relative_error,
+                reason=_also_used(plan),
+                seconds=time.perf_counter() - started,
+            )
+            report.layers.append(entry)
+            advance()
+    report.layers += other_parameters(model, plans)
+    report.num_parameters = sum(layer.num_parameters for layer in report.layers)
+    report.algorithm = f"QAT from {report.algorithm}"
+    report.warnings += _left_out_warnings(report)
+    for message in report.warnings:
+        warnings.warn(message, stacklevel=3)
+    for name, layer in layers.items():
+        set_module(model, name, layer)
+    mark_quantized(model, report)
 
 
 # -------------------------------------------------------------------------------------------------------------------- report
@@ -346,9 +378,9 @@ def _left_out(plan: LayerPlan) -> LayerReport:
     return LayerReport(plan.names[0], "ignored" if plan.ignored else "skipped", numel, bits, reason=plan.reason)
 
 
-def _other_parameters(model: nn.Module, plans: list[LayerPlan]) -> list[LayerReport]:
+def other_parameters(model: nn.Module, plans: list[LayerPlan]) -> list[LayerReport]:
     """Account for every other parameter: matrices (embeddings) by name, vectors (norms, biases) as one entry."""
-    planned = {id(getattr(plan.module, "weight", None)) for plan in plans if plan.scheme is None}
+    planned = {id(getattr(plan.module, "weight", None)) for plan in plans}
     entries, vectors, bits = [], 0, 0
     for name, parameter in model.named_parameters():
         if id(parameter) in planned:
@@ -376,7 +408,7 @@ def _left_out_warnings(report: QuantReport) -> list[str]:
     ]
 
 
-def _describe_in_config(model: nn.Module, undo_log: UndoLog) -> None:
+def describe_in_config(model: nn.Module, undo_log: UndoLog) -> None:
     """Put the checkpoint's ``quantization_config`` into a transformers model's config: its own ``save_pretrained`` writes it.
 
     Where there is no checkpoint format it refuses to write anything, but adapters.
@@ -397,25 +429,7 @@ def _describe_in_config(model: nn.Module, undo_log: UndoLog) -> None:
         model_config.quantization_config = quantization_config(model)
 
 
-def _mark_quantized(model: nn.Module, report: QuantReport) -> None:
+def mark_quantized(model: nn.Module, report: QuantReport) -> None:
     """Keep the report on the model."""
     flag_configs(model, True)
     model.quant_report = report  # type: ignore[assignment]
-
-
-@contextmanager
-def _progress_bar(title: str, total: int, enabled: bool) -> Iterator[Any]:
-    """Yield a function that advances a progress bar by one, with a note; shows nothing where stderr is no terminal."""
-    import sys
-
-    if not (enabled and sys.stderr.isatty()):
-        yield lambda note="": None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    note = TextColumn("{task.fields[note]}", markup=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), note)
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total, note="")
-        yield lambda note="": bar.update(task, advance=1, note=note)

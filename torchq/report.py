@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-Status = Literal["quantized", "ignored", "skipped"]
+Status = Literal["quantized", "fake-quantized", "ignored", "skipped"]
 FoldStatus = Literal["folded", "undone", "refused"]
 
 
@@ -18,13 +18,14 @@ class LayerReport:
 
     Attributes:
         name: Module (or parameter) name.
-        status: ``"quantized"``; ``"ignored"`` because the config says so; ``"skipped"`` because torchq cannot quantize it.
+        status: ``"quantized"``; ``"fake-quantized"``, which trains as if quantized, in as many bits as before; ``"ignored"``
+            because the config says so; ``"skipped"`` because torchq cannot quantize it.
         scheme: Name of the scheme, or None.
         format: compressed-tensors format, ``"nf4"`` (for which there is none), or None.
         num_bits: Bits per code, or None.
         num_parameters: Values in the weight.
         bits_per_weight: Stored bits per value, scales and zero points included; 16 or 32 where not quantized.
-        relative_error: ``|W - dequantized| / |W|`` (Frobenius), or None.
+        relative_error: ``|W - dequantized| / |W|`` (Frobenius), or None. After training, of the weight that was trained.
         output_error: ``|(T - dequantized) X| / |T X|`` on held-out calibration tokens X (on the calibration tokens if none are
             held out), of at most 128 rows; T is the weight, corrected for the drift of its input where GPTQ does so. None
             without calibration.
@@ -105,7 +106,7 @@ class QuantReport:
 
     @property
     def mean_relative_error(self) -> float:
-        """Mean relative error of the quantized layers, weighted by their size."""
+        """Mean relative error of the (fake-)quantized layers, weighted by their size."""
         pairs = [(x.relative_error, x.num_parameters) for x in self.layers if x.relative_error is not None]
         total = sum(size for _, size in pairs)
         return sum(error * size for error, size in pairs) / total if total else 0.0
@@ -118,6 +119,7 @@ class QuantReport:
     def summary(self) -> str:
         """Return a few lines for a terminal: counts, share, bits, error, what was left out and why, warnings."""
         quantized = [layer for layer in self.layers if layer.status == "quantized"]
+        training = [layer for layer in self.layers if layer.status == "fake-quantized"]
         size = sum(layer.num_parameters for layer in quantized)
         bits = sum(layer.bits_per_weight * layer.num_parameters for layer in quantized) / size if size else 0.0
         lines = [
@@ -125,10 +127,14 @@ class QuantReport:
             f"{self.num_parameters:,} parameters at {bits:.2f} bits per weight, "
             f"mean relative error {self.mean_relative_error:.4f}, {self.seconds:.1f} s"
         ]
+        if training:
+            share = sum(layer.num_parameters for layer in training) / self.num_parameters
+            described = f"{len(training)} fake-quantized for training ({share:.1%} of the parameters)"
+            lines.append(f"  {described}, in 16 or 32 bits until convert_qat_")
         reasons: Counter[str] = Counter()
         sizes: Counter[str] = Counter()
         for layer in self.layers:
-            if layer.status != "quantized":
+            if layer.status in ("ignored", "skipped"):
                 reason = f"{layer.status}: {layer.reason}"
                 reasons[reason] += 1
                 sizes[reason] += layer.num_parameters

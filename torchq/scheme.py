@@ -197,6 +197,14 @@ class Scheme:
         """Whether the activation scales must come from calibration data."""
         return self.input_activations is not None and not self.input_activations.dynamic
 
+    def describe(self) -> str:
+        """Return name, weights and activations in a line, for the ``repr`` of layers."""
+        args, acts = self.weights, self.input_activations
+        grid = f"{args.type}{args.num_bits} {args.strategy}" + (f" {args.group_size}" if args.group_size else "")
+        symmetry = "" if args.symmetric else " asymmetric"
+        activations = "" if acts is None else f", activations={acts.type}{acts.num_bits} {acts.strategy}"
+        return f"scheme={self.name}, weight={grid}{symmetry}{activations}"
+
 
 def format_of(scheme: Scheme) -> str:
     """Return the compressed-tensors format: ``pack-quantized``, ``int-``, ``float-`` or ``naive-quantized``; or ``nf4``.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from torchq.checkpoint.safetensors_io import ShardWriter
 from torchq.checkpoint.schema import write_config
+from torchq.fake_quant import FakeQuantLinear
 from torchq.linear import QuantLinear
 from torchq.matching import class_names
 from torchq.model_utils import list_names
@@ -46,8 +47,8 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, tokenizer: Any = No
     Raises:
         FileExistsError: If ``folder`` exists and is not empty.
         TypeError: If ``model`` is not a transformers model.
-        ValueError: If nothing in it is quantized, a layer's scheme has no checkpoint format (NF4), or ``max_shard_size`` is not
-            a size.
+        ValueError: If nothing in it is quantized, or it is fake-quantized (:func:`torchq.convert_qat_` comes first), a layer's
+            scheme has no checkpoint format (NF4), or ``max_shard_size`` is not a size.
     """
     target = Path(folder)
     limit = parse_size(max_shard_size)
@@ -102,6 +103,12 @@ def check_saveable(model: nn.Module, target: Path) -> None:
     """Raise what :func:`save_pretrained` raises before it writes anything."""
     if not (hasattr(model, "config") and hasattr(model.config, "save_pretrained")):
         raise TypeError(f"model must be a transformers model, got {type(model).__name__}; save its state_dict() yourself")
+    for name, module in model.named_modules():
+        if isinstance(module, FakeQuantLinear):
+            raise ValueError(
+                f"the model is fake-quantized for training ({name}); torchq.convert_qat_(model) packs it, which can then be "
+                "saved (a run that goes on is saved by torch.save(model.state_dict(), ...))"
+            )
     if not any(isinstance(module, QuantLinear) for module in model.modules()):
         raise ValueError("nothing in the model is quantized; call quantize_ first, or use model.save_pretrained")
     problem = missing_format({name: module.scheme for name, module in model.named_modules() if isinstance(module, QuantLinear)})
