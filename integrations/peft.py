@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchq import layouts
-from torchq.checkpoint.reader import to_linear
+from torchq.dequantize import to_linear
 from torchq.linear import QuantLinear, buffer_specs
 from torchq.lora import Adapter, Requantize, check_requantize, delta_weight, lora_linear, merged_linear, requantize
 from torchq.model_utils import list_names, set_module, weight_of

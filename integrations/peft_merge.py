@@ -18,11 +18,11 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from torchq.checkpoint.reader import dequantize_, to_linear
+from torchq.dequantize import dequantize_, to_linear
 from torchq.evaluation.divergence import Divergence, english_text, measure_divergence, token_windows
 from torchq.integrations.peft import MERGE, LoraQuantLinear, check_merge
 from torchq.linear import QuantLinear
-from torchq.model_utils import list_names
+from torchq.model_utils import list_names, strip_quantization_config
 
 _FOLDED = 0.9  # a base this far from the reference (relative) was not made from it
 
@@ -115,7 +115,10 @@ def merge_adapters(
         raise
     merged = model.unload()
     if how == "float":
-        dequantize_(merged)
+        if any(isinstance(module, QuantLinear) for module in merged.modules()):
+            dequantize_(merged)
+        strip_quantization_config(merged)
+        merged.__dict__.pop("quant_report", None)
     kept = report.kept
     if kept is not None and kept < min_kept:
         warnings.warn(

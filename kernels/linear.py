@@ -25,24 +25,34 @@ DEVICE_TILE_WEIGHTS = 1 << 26  # elsewhere: large enough to fill a GPU, small en
 
 
 def stretches(size: int, other: int, unit: int, device: torch.device) -> Iterator[slice]:
-    """Parts of ``size``, of whole units, such that part x other weights are not too many to dequantize at a time."""
+    """Parts of ``size``, of whole units and like size, such that part x other weights are not too many to dequantize at once."""
     weights = TILE_WEIGHTS if device.type == "cpu" else DEVICE_TILE_WEIGHTS
-    step = max(weights // max(other, 1) // unit, 1) * unit
-    for start in range(0, size, step):
+    units = -(-size // unit)
+    parts = -(-units // max(weights // max(other, 1) // unit, 1))
+    step = -(-units // max(parts, 1)) * unit
+    for start in range(0, size, max(step, 1)):
         yield slice(start, min(start + step, size))
 
 
-def input_grad(grad_y: Tensor, k: int, unit: int, part: Callable[[Tensor, slice], Tensor]) -> Tensor:
-    """Return grad_y [..., N] @ weight [N, K], [..., K], some columns at a time, so that no sum is split.
+def in_stretches(x: Tensor, size: int, unit: int, part: Callable[[Tensor, slice], Tensor]) -> Tensor:
+    """Return a product [M, size] of x [M, J], some columns at a time, so that no sum is split.
 
     Args:
-        grad_y: The gradient of outputs, of any strides.
-        k: K.
+        x: The left factor.
+        size: Columns of the product.
         unit: Columns at which a part may begin: multiples of this.
-        part: (grad_y as [M, N], columns) -> [M, columns] of their product.
+        part: (x, columns) -> [M, columns] of the product.
     """
+    columns = list(stretches(size, x.shape[1], unit, x.device)) if x.shape[0] else []
+    if len(columns) == 1:
+        return part(x, columns[0]).to(x.dtype).contiguous()  # autocast reaches F.linear
+    y = x.new_empty(x.shape[0], size)
+    for stretch in columns:
+        y[:, stretch] = part(x, stretch)
+    return y
+
+
+def input_grad(grad_y: Tensor, k: int, unit: int, part: Callable[[Tensor, slice], Tensor]) -> Tensor:
+    """Return grad_y [..., N] @ weight [N, K], [..., K]. ``part``, ``unit``: as for :func:`in_stretches`."""
     grads = grad_y.reshape(-1, grad_y.shape[-1])
-    grad_x = grad_y.new_empty(grads.shape[0], k)
-    for columns in stretches(k, grads.shape[1], unit, grad_y.device) if grad_x.numel() else ():
-        grad_x[:, columns] = part(grads, columns)
-    return grad_x.view(*grad_y.shape[:-1], k)
+    return in_stretches(grads, k, unit, part).view(*grad_y.shape[:-1], k)

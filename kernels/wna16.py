@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq.kernels.linear import input_grad, linear, stretches
+from torchq.kernels.linear import in_stretches, input_grad, linear
 from torchq.kernels.registration import register_op
 
 
@@ -100,8 +100,8 @@ def wna16(
     tokens = x.reshape(-1, k)
     if planes > 1 and group_size % planes == 0:
         tokens = tokens.unflatten(1, (k // planes, planes)).transpose(1, 2).reshape(-1, k)
-    y = x.new_empty(tokens.shape[0], n)
-    for rows in stretches(n, k, 64, x.device):  # zero points of a tile start on a word
+
+    def part(tokens: Tensor, rows: slice) -> Tensor:
         scale = weight_scale[rows]
         zero_point = None
         if weight_zero_point is not None:
@@ -109,7 +109,9 @@ def wna16(
             zero_point = _unpack_rows(words.t(), num_bits, scale.shape[0]).t()
         codes = _unpack_planes(weight_packed[rows], num_bits, group_size, k)
         weight = _apply_scale(codes, scale, zero_point, x.dtype)
-        y[:, rows] = linear(tokens, weight, None if bias is None else bias[rows])
+        return linear(tokens, weight, None if bias is None else bias[rows])
+
+    y = in_stretches(tokens, n, 64, part)  # zero points of a tile start on a word
     return y.view(*x.shape[:-1], n)
 
 

@@ -20,11 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq.kernels.linear import input_grad, linear, stretches
+from torchq.kernels.linear import in_stretches, input_grad, linear
 from torchq.kernels.registration import register_op
 
 _BLOCK_ROWS = 64
 _NATIVE_GROUP_SIZES = (256, 128, 64, 32)
+_LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F  # of eight bytes
 
 MAX_NATIVE_TOKENS = {1: 104, 2: 56}
 """Most tokens for which PyTorch's kernel beats dequantize + matmul, by number of planes (benchmarks/bench_wna16_cpu.py)."""
@@ -265,55 +266,48 @@ def _tiled_matmul(
     num_bits: int,
 ) -> Tensor:
     """Tokens [M, K] @ weight.T, a few blocks of rows at a time. scale [G, N], zero_point [N, G] or None."""
-    (m, k), n = tokens.shape, weight_planes.shape[0]
-    y = tokens.new_empty(m, n)
+    n = weight_planes.shape[0]
     blocks, tail = _blocks(weight_planes, num_bits)
-    for rows in stretches(tail.start, k, _BLOCK_ROWS, tokens.device):
+
+    def whole_blocks(x: Tensor, rows: slice) -> Tensor:
         tile = blocks[rows.start // _BLOCK_ROWS : rows.stop // _BLOCK_ROWS]
         zeros = None if zero_point is None else zero_point[rows].t()
-        weight = _dequantize_blocks(tile, scale[:, rows], zeros).to(tokens.dtype)
-        y[:, rows] = linear(tokens, weight.t(), None if bias is None else bias[rows])
-    if tail.start < n:
-        q = unpack_planes(weight_planes[tail], num_bits)
-        zeros = None if zero_point is None else zero_point[tail]
-        weight = _dequantize_rows(q, scale[:, tail].t(), zeros).to(tokens.dtype)
-        y[:, tail] = linear(tokens, weight, None if bias is None else bias[tail])
-    return y
+        weight = _dequantize_blocks(tile, scale[:, rows], zeros).to(x.dtype)
+        return linear(x, weight.t(), None if bias is None else bias[rows])
+
+    y = in_stretches(tokens, tail.start, _BLOCK_ROWS, whole_blocks)
+    if tail.start == n:
+        return y
+    q = unpack_planes(weight_planes[tail], num_bits)
+    zeros = None if zero_point is None else zero_point[tail]
+    weight = _dequantize_rows(q, scale[:, tail].t(), zeros).to(tokens.dtype)
+    return torch.cat([y, linear(tokens, weight, None if bias is None else bias[tail]).to(y.dtype)], 1)
 
 
 def _dequantize_blocks(blocks: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-    """[B, P, K, 32] uint8, scale and zero_point [G, 64 B] -> the transposed weight [K, 64 B] in scale's dtype."""
+    """[B, P, K, 32] uint8, scale and zero_point [G, 64 B] -> the transposed weight [K, 64 B] in scale's dtype.
+
+    Eight bytes at a time, codes are put where their weight belongs while they are bytes; whatever follows runs over long rows.
+    """
     num_blocks, num_planes, k, lanes = blocks.shape
-    codes = torch.empty(2, num_blocks, k, lanes, dtype=torch.uint8)
-    if num_planes == 1:  # 16 (q - 8 + 8) in two's complement: the code times 16
-        flipped = blocks[:, 0] ^ 0x88
-        torch.bitwise_left_shift(flipped, 4, out=codes[0])
-        torch.bitwise_and(flipped, 0xF0, out=codes[1])
+    num_groups, n = scale.shape
+    codes = torch.empty(k, num_blocks, 2, lanes // 8, dtype=torch.int64)
+    first, second = codes.unbind(2)  # rows 0 to 31 of each block, and the others
+    words = blocks.view(torch.int64).permute(1, 2, 0, 3)  # [P, K, B, 4]
+    if num_planes == 1:
+        torch.bitwise_and(words[0], _LOW_NIBBLES, out=first)
+        torch.bitwise_and(words[0] >> 4, _LOW_NIBBLES, out=second)
+        offset = 8
     else:
-        high, low = blocks[:, 0], blocks[:, 1]
-        torch.bitwise_or(high << 4, low & 0x0F, out=codes[0])
-        torch.bitwise_or(high & 0xF0, low >> 4, out=codes[1])
-        codes ^= 0x80
-    num_groups = scale.shape[0]
-    order = (3, 2, 0, 1, 4)  # [half, block, G, K / G, lane]: how the codes lie
-    shape = (2, num_blocks, num_groups, k // num_groups, lanes)
-
-    def spread(per_group: Tensor) -> Tensor:
-        """[G, 64 B] -> a value per weight, as the codes lie: whole passes are faster than broadcasting over 32 lanes."""
-        values = per_group.reshape(num_groups, 1, num_blocks, 2, lanes).permute(order)
-        return torch.empty(shape, dtype=scale.dtype).copy_(values.expand(shape))
-
-    signed = codes.view(torch.int8).view(shape)
-    if zero_point is None:
-        values = signed.to(scale.dtype)
-        values *= spread(scale / 16 if num_planes == 1 else scale)
-    else:
-        values = (signed >> 4 if num_planes == 1 else signed).to(scale.dtype)
-        values -= spread(zero_point.to(scale.dtype))
-        values *= spread(scale)
-    weight = torch.empty(k, num_blocks * _BLOCK_ROWS, dtype=scale.dtype)
-    weight.view(num_groups, k // num_groups, num_blocks, 2, lanes).permute(order).copy_(values)
-    return weight
+        high, low = words
+        torch.bitwise_or((high & _LOW_NIBBLES) << 4, low & _LOW_NIBBLES, out=first)
+        torch.bitwise_or(high & ~_LOW_NIBBLES, (low >> 4) & _LOW_NIBBLES, out=second)
+        offset = -128  # in two's complement the same as 128
+    signed = codes.view(torch.int8).view(num_groups, k // num_groups, n)
+    signed -= offset if zero_point is None else (zero_point + offset).unsqueeze(1)
+    weight = signed.to(scale.dtype)
+    weight *= scale.contiguous().unsqueeze(1)  # of the strides that they have among pairs it would be twice as slow
+    return weight.view(k, n)
 
 
 def _check_wna16_cpu_args(

@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from torchq import QuantArgs, QuantConfig, QuantLinear, Scheme, numerics, quantize_
 from torchq.algorithms.rtn import quantize_weight
-from torchq.kernels import linear, w8a8_int8_cpu, wna16_cpu
+from torchq.kernels import linear, w8a8_int8_cpu, w8a16_cpu, wna16_cpu
 from torchq.linear import buffer_specs
+from torchq.packing import pack_int32
 from torchq.scheme import resolve_scheme
 from torchq.testing import assert_within_dtype_error, quant_linear, sqnr_db, tiny_llama
 
@@ -158,8 +159,9 @@ def test_negative_scales_are_dequantized_with_their_sign() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["W4A16-g32", "W4A16_ASYM-g32", "W3A16-g32", "W4A16-channel", "W8A16-g32", "W6A16-g32", "W8A8", "W8A8-static-asym"],
-)
+    ["W4A16-g32", "W4A16_ASYM-g32", "W3A16-g32", "W4A16-channel", "W8A16-g32", "W8A16-channel", "W6A16-g32", "W8A8",
+     "W8A8-static-asym"],
+)  # fmt: skip
 def test_native_and_canonical_layouts_agree(name: str) -> None:
     if not (w8a8_int8_cpu if name.startswith("W8A8") else wna16_cpu).is_available():
         pytest.skip("this PyTorch or processor has no such layout")
@@ -346,14 +348,40 @@ def test_a_16_bit_state_dict_does_not_load(name: str) -> None:
     assert_same(layer, before)
 
 
-def test_a_state_dict_does_not_alias_the_native_layout_and_can_be_kept_with_vars() -> None:
-    _, layer = make("W4A16-g32")
+@pytest.mark.parametrize("name", ["W4A16-g32", "W8A16-channel"])
+def test_a_state_dict_does_not_alias_the_native_layout_and_can_be_kept_with_vars(name: str) -> None:
+    _, layer = make(name)
     state = layer.state_dict(keep_vars=True)
     assert state["bias"] is layer.bias
     before = snapshot(layer)
     state["weight_packed"].zero_()
+    state["weight_scale"].zero_()
     if layer.is_native:
         assert_same(layer, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(96, 256), (33, 100), (1, 1)])
+def test_int8_with_a_scale_per_row_is_held_as_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    if not w8a16_cpu.is_available():
+        pytest.skip("PyTorch has no int8 kernel here")
+    _, layer = make("W8A16-channel", dtype, shape, bias=False)
+    quantized, _ = quantize_weight(make("W8A16-channel", dtype, shape)[0].weight.detach(), layer.scheme)
+    assert torch.equal(layer._buffers["weight_rows"], quantized.q)
+    state = snapshot(layer)
+    assert torch.equal(state["weight_packed"], pack_int32(quantized.q, 8))
+    assert torch.equal(state["weight_scale"], quantized.scale)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), layer.float().half().to(dtype)):
+        assert_same(other, state)
+        assert torch.equal(other._buffers["weight_rows"], quantized.q)
+        x = tokens(dtype, 3, shape[1])
+        with torch.no_grad():
+            assert torch.equal(other(x), layer(x))
+
+
+@pytest.mark.parametrize("name", ["W8A16-g32", "W8A16_ASYM-g32", "W4A16-channel"])
+def test_other_weights_are_not_held_as_rows(name: str) -> None:
+    assert "weight_rows" not in make(name)[1]._buffers
 
 
 # --------------------------------------------------------------------------------------------------- attributes, memory

@@ -19,6 +19,7 @@ WEIGHT_ONLY = {
     "W4A16_ASYM": resolve_scheme("W4A16_ASYM", 64),
     "W8A16-channel": resolve_scheme("W8A16", -1),
     "FP8-weight": Scheme(QuantArgs(8, "float", strategy="channel")),
+    "NF4": resolve_scheme("NF4"),
 }
 SCHEMES = WEIGHT_ONLY | {
     **{name: resolve_scheme(name) for name in ("W8A8", "W4AFP8", "FP8_DYNAMIC", "FP8_BLOCK", "FP8")},
@@ -244,16 +245,19 @@ def test_merging_says_what_it_cannot_do() -> None:
         requantize(layer, torch.zeros(N, K), "dithered")
     with pytest.raises(ValueError, match="must be one of 'dithered', 'same_grid', 'new_scales', got 'nearest'"):
         requantize(layer, torch.zeros(N, K), "nearest")  # type: ignore[arg-type]
+    _, nf4 = quant_linear(SCHEMES["NF4"])
+    with pytest.raises(ValueError, match="requantize='same_grid' is not possible for scheme NF4, whose grid follows its values"):
+        requantize(nf4, torch.zeros(N, K), "same_grid")
     with pytest.raises(ValueError, match="holds NaN or inf"):
         requantize(layer, torch.full((N, K), float("nan")), "new_scales")
 
 
-@pytest.mark.parametrize("name", [*INTEGER, "FP8_DYNAMIC"])
+@pytest.mark.parametrize("name", [*INTEGER, "FP8_DYNAMIC", "NF4"])
 def test_a_merged_layer_keeps_bias_dtypes_and_static_scales(name: str) -> None:
     _, layer = quant_linear(SCHEMES[name], dtype=torch.float16)
     merged = requantize(layer.to(torch.bfloat16), delta_weight([adapter()]).detach(), "new_scales")
     assert merged.bias is layer.bias and merged.compute_dtype == torch.bfloat16
-    assert merged.scale_dtype == torch.float16
+    assert merged.scale_dtype == layer.scale_dtype
     for static in ("input_scale", "input_zero_point"):
         assert (static in merged._buffers) == (static in layer._buffers)
 

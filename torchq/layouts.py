@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchq.kernels import fp8, wna16_cpu
+from torchq.kernels import fp8, w8a16_cpu, wna16_cpu
 from torchq.kernels.dispatch import gpu_of
 from torchq.packing import pack_int32, pack_zero_point, unpack_int32, unpack_zero_point
 from torchq.scheme import Scheme
@@ -44,6 +44,7 @@ class Layout:
     """A layout of a weight.
 
     Attributes:
+        op: Name of the operator that reads it.
         replaces: Names of the canonical tensors that it replaces.
         buffers: Names of its own tensors; the first is never None, the second holds the scales.
         can_hold: Whether a weight of a form can be laid out so, on a device.
@@ -51,6 +52,7 @@ class Layout:
         unpack: (its tensors by name, form) -> the canonical tensors by name, as they were.
     """
 
+    op: str
     replaces: tuple[str, ...]
     buffers: tuple[str, ...]
     can_hold: Callable[[Form, torch.device], bool]
@@ -62,7 +64,7 @@ def layout_for(form: Form, device: torch.device) -> Layout | None:
     """The layout of a weight for a device's kernels, or None: they read the canonical tensors."""
     if device.type == "cuda" and (find_spec("triton") is None or _is_old(device)):
         return None
-    candidates = {"cpu": (PLANES,), "cuda": (WORDS, FP8_WORDS)}.get(device.type, ())
+    candidates = {"cpu": (INT8_ROWS, PLANES), "cuda": (WORDS, FP8_WORDS)}.get(device.type, ())
     return next((layout for layout in candidates if layout.can_hold(form, device)), None)
 
 
@@ -133,12 +135,35 @@ def _unpack_planes(buffers: Buffers, form: Form) -> dict[str, Tensor]:
 
 
 PLANES = Layout(
+    "wna16_cpu",
     PACKED,
     ("weight_planes", "scale_and_zero", "native_zero_point", "native_zero_residual"),
     _can_hold_planes,
     _pack_planes,
     _unpack_planes,
 )
+
+
+# ------------------------------------------------------------------------------------------------------ torchq.kernels.w8a16_cpu
+
+
+def _can_hold_int8_rows(form: Form, device: torch.device) -> bool:
+    weights = form.scheme.weights
+    if form.scheme.format != "pack-quantized" or weights.num_bits != 8 or not weights.symmetric:
+        return False
+    return form.group_size == form.k and w8a16_cpu.is_available()
+
+
+def _pack_int8_rows(tensors: Buffers, form: Form) -> tuple[Tensor | None, ...]:
+    q, scale, _ = codes_of(tensors, form)
+    return q, scale.flatten()
+
+
+def _unpack_int8_rows(buffers: Buffers, form: Form) -> dict[str, Tensor]:
+    return packed_tensors(buffers["weight_rows"], buffers["row_scale"].clone().unsqueeze(1), None, 8)
+
+
+INT8_ROWS = Layout("w8a16_cpu", PACKED, ("weight_rows", "row_scale"), _can_hold_int8_rows, _pack_int8_rows, _unpack_int8_rows)
 
 
 # --------------------------------------------------------------------------------------------------- torchq.kernels.words_triton
@@ -169,7 +194,9 @@ def _unpack_words(buffers: Buffers, form: Form) -> dict[str, Tensor]:
     return packed_tensors(codes, buffers["words_scale"].t().contiguous(), zeros, num_bits)
 
 
-WORDS = Layout(PACKED, ("weight_words", "words_scale", "words_zero_point"), _can_hold_words, _pack_words, _unpack_words)
+WORDS = Layout(
+    "wna16_triton", PACKED, ("weight_words", "words_scale", "words_zero_point"), _can_hold_words, _pack_words, _unpack_words
+)
 
 
 # ------------------------------------------------------------------------------------------------------ torchq.kernels.fp8_triton
@@ -207,7 +234,12 @@ def _unpack_fp8_words(buffers: Buffers, form: Form) -> dict[str, Tensor]:
 
 
 FP8_WORDS = Layout(
-    ("weight", "weight_scale"), ("fp8_words", "fp8_words_scale"), _can_hold_fp8_words, _pack_fp8_words, _unpack_fp8_words
+    "fp8_triton",
+    ("weight", "weight_scale"),
+    ("fp8_words", "fp8_words_scale"),
+    _can_hold_fp8_words,
+    _pack_fp8_words,
+    _unpack_fp8_words,
 )
 
-LAYOUTS = (PLANES, WORDS, FP8_WORDS)
+LAYOUTS = (INT8_ROWS, PLANES, WORDS, FP8_WORDS)

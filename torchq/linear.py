@@ -227,9 +227,9 @@ class QuantLinear(nn.Module):
         if scheme.format == "nf4":
             return _kernel_named("nf4_linear", NF4, (self.out_features, self.in_features, args.group_size or 0))
         if scheme.format == "pack-quantized":
-            op = "wna16" if layout is None else "wna16_cpu" if layout is layouts.PLANES else "wna16_triton"
-            names = layouts.PACKED if layout is None else layout.buffers
-            return _kernel_named(op, names, (args.num_bits, args.group_size or self.in_features), acts is not None)
+            op, names = ("wna16", layouts.PACKED) if layout is None else (layout.op, layout.buffers)
+            settings = () if layout is layouts.INT8_ROWS else (args.num_bits, args.group_size or self.in_features)
+            return _kernel_named(op, names, settings, acts is not None)
         if args.type == "int":
             names = "weight_scale", "input_scale", "input_zero_point"
             if self._onednn_weight is not None:
@@ -238,7 +238,7 @@ class QuantLinear(nn.Module):
         dynamic_group = -1 if acts is None or not acts.dynamic else acts.group_size or 0
         rows, columns = args.block_structure or (0, 0)
         if layout is not None:
-            return _kernel_named("fp8_triton", (*layout.buffers, "input_scale"), (columns or self.in_features, dynamic_group))
+            return _kernel_named(layout.op, (*layout.buffers, "input_scale"), (columns or self.in_features, dynamic_group))
         return _kernel_named("fp8_linear", ("weight", "weight_scale", "input_scale"), (dynamic_group, rows, columns))
 
     @torch.no_grad()

@@ -10,14 +10,18 @@ import torch
 from torch import Tensor, nn
 
 import torchq
-from torchq import QuantConfig, load_pretrained, prepare_for_training, quantize_
-from torchq.checkpoint.reader import dequantize_
+from torchq import QuantConfig, dequantize_, load_pretrained, prepare_for_training, quantize_
 from torchq.integrations.peft import LoraQuantLinear
 from torchq.testing import sqnr_db, tiny_llama
 
 peft = pytest.importorskip("peft")
 
-SCHEMES = {"W4A16": QuantConfig("W4A16", group_size=32), "W8A8": QuantConfig("W8A8"), "FP8_DYNAMIC": QuantConfig("FP8_DYNAMIC")}
+SCHEMES = {
+    "W4A16": QuantConfig("W4A16", group_size=32),
+    "W8A8": QuantConfig("W8A8"),
+    "FP8_DYNAMIC": QuantConfig("FP8_DYNAMIC"),
+    "NF4": QuantConfig("NF4"),
+}
 
 
 def packed(scheme: str = "W4A16", dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
