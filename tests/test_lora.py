@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchq import QuantArgs, QuantLinear, Scheme
 from torchq.kernels import w8a8_int8_cpu
-from torchq.lora import Adapter, delta_weight, dither, lora_linear, merged_linear, requantize
+from torchq.lora import DITHER_STEPS, Adapter, delta_weight, dither, lora_linear, merged_linear, requantize
 from torchq.scheme import resolve_scheme
 from torchq.testing import assert_within_dtype_error, quant_linear, sqnr_db
 
@@ -227,8 +227,9 @@ def test_a_dither_keeps_small_changes_on_average_and_rounding_to_the_nearest_kee
 
 
 def test_the_dither_is_even_along_rows_and_columns_and_leaves_room_for_any_code() -> None:
-    values = dither(300, 700, torch.device("cpu"))
-    assert torch.equal(values, dither(300, 700, torch.device("cpu")))
+    steps = dither(300, 700, torch.device("cpu"))
+    assert torch.equal(steps, dither(300, 700, torch.device("cpu")))
+    values = steps.float() / DITHER_STEPS
     assert values.min() > 0 and values.max() < 1
     assert torch.equal((values + 127).floor(), torch.full_like(values, 127))
     assert torch.equal((values - 128).floor(), torch.full_like(values, -128))

@@ -21,6 +21,8 @@ from torchq.packing import pack_int32, pack_zero_point, unpack_int32, unpack_zer
 from torchq.scheme import Scheme
 
 Buffers = Mapping[str, Any]
+Codes = tuple[Tensor, Tensor, Tensor | None]
+"""Codes [N, K] int8, scales as on disk, zero points int8 of scales' shape or None."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Layout:
         can_hold: Whether a weight of a form can be laid out so, on a device.
         pack: (canonical tensors, form) -> its tensors, in the order of ``buffers``.
         unpack: (its tensors by name, form) -> the canonical tensors by name, as they were.
+        codes: (its tensors by name, form) -> codes, scales and zero points, where there is a shorter way than by ``unpack``.
     """
 
     op: str
@@ -58,6 +61,7 @@ class Layout:
     can_hold: Callable[[Form, torch.device], bool]
     pack: Callable[[Buffers, Form], tuple[Tensor | None, ...]]
     unpack: Callable[[Buffers, Form], dict[str, Tensor]]
+    codes: Callable[[Buffers, Form], Codes] | None = None
 
 
 def layout_for(form: Form, device: torch.device) -> Layout | None:
@@ -99,11 +103,15 @@ def packed_tensors(q: Tensor, scale: Tensor, zero_point: Tensor | None, num_bits
     return tensors
 
 
-def codes_of(tensors: Buffers, form: Form) -> tuple[Tensor, Tensor, Tensor | None]:
+def codes_of(tensors: Buffers, form: Form) -> Codes:
     """Invert :func:`packed_tensors`."""
     num_bits, scale, zeros = form.scheme.weights.num_bits, tensors["weight_scale"], tensors.get("weight_zero_point")
     q = unpack_int32(tensors["weight_packed"], num_bits, (form.n, form.k))
     return q, scale, None if zeros is None else unpack_zero_point(zeros, num_bits, (form.n, scale.shape[1]))
+
+
+def _packed(codes: Callable[[Buffers, Form], Codes]) -> Callable[[Buffers, Form], dict[str, Tensor]]:
+    return lambda buffers, form: packed_tensors(*codes(buffers, form), form.scheme.weights.num_bits)
 
 
 # ------------------------------------------------------------------------------------------------------ torchq.kernels.wna16_cpu
@@ -127,11 +135,10 @@ def _pack_planes(tensors: Buffers, form: Form) -> tuple[Tensor | None, ...]:
     return wna16_cpu.pack_planes(q, num_bits), pairs, zero_point, residual
 
 
-def _unpack_planes(buffers: Buffers, form: Form) -> dict[str, Tensor]:
+def _codes_of_planes(buffers: Buffers, form: Form) -> Codes:
     num_bits = form.scheme.weights.num_bits
     scale = wna16_cpu.scale_of(buffers["scale_and_zero"], num_bits, form.k // form.group_size)
-    q = wna16_cpu.unpack_planes(buffers["weight_planes"], num_bits)
-    return packed_tensors(q, scale, buffers["native_zero_point"], num_bits)
+    return wna16_cpu.unpack_planes(buffers["weight_planes"], num_bits), scale, buffers["native_zero_point"]
 
 
 PLANES = Layout(
@@ -140,7 +147,8 @@ PLANES = Layout(
     ("weight_planes", "scale_and_zero", "native_zero_point", "native_zero_residual"),
     _can_hold_planes,
     _pack_planes,
-    _unpack_planes,
+    _packed(_codes_of_planes),
+    _codes_of_planes,
 )
 
 
@@ -159,11 +167,19 @@ def _pack_int8_rows(tensors: Buffers, form: Form) -> tuple[Tensor | None, ...]:
     return q, scale.flatten()
 
 
-def _unpack_int8_rows(buffers: Buffers, form: Form) -> dict[str, Tensor]:
-    return packed_tensors(buffers["weight_rows"], buffers["row_scale"].clone().unsqueeze(1), None, 8)
+def _codes_of_int8_rows(buffers: Buffers, form: Form) -> Codes:
+    return buffers["weight_rows"], buffers["row_scale"].clone().unsqueeze(1), None
 
 
-INT8_ROWS = Layout("w8a16_cpu", PACKED, ("weight_rows", "row_scale"), _can_hold_int8_rows, _pack_int8_rows, _unpack_int8_rows)
+INT8_ROWS = Layout(
+    "w8a16_cpu",
+    PACKED,
+    ("weight_rows", "row_scale"),
+    _can_hold_int8_rows,
+    _pack_int8_rows,
+    _packed(_codes_of_int8_rows),
+    _codes_of_int8_rows,
+)
 
 
 # --------------------------------------------------------------------------------------------------- torchq.kernels.words_triton
@@ -185,17 +201,23 @@ def _pack_words(tensors: Buffers, form: Form) -> tuple[Tensor | None, ...]:
     return words, scale.t().contiguous(), None if zeros is None else zeros.t().contiguous()
 
 
-def _unpack_words(buffers: Buffers, form: Form) -> dict[str, Tensor]:
+def _codes_of_words(buffers: Buffers, form: Form) -> Codes:
     from torchq.kernels import words_triton
 
     num_bits, zeros = form.scheme.weights.num_bits, buffers["words_zero_point"]
     codes = words_triton.unpack_words(buffers["weight_words"], num_bits, form.k)
     zeros = None if zeros is None else zeros.t().contiguous()
-    return packed_tensors(codes, buffers["words_scale"].t().contiguous(), zeros, num_bits)
+    return codes, buffers["words_scale"].t().contiguous(), zeros
 
 
 WORDS = Layout(
-    "wna16_triton", PACKED, ("weight_words", "words_scale", "words_zero_point"), _can_hold_words, _pack_words, _unpack_words
+    "wna16_triton",
+    PACKED,
+    ("weight_words", "words_scale", "words_zero_point"),
+    _can_hold_words,
+    _pack_words,
+    _packed(_codes_of_words),
+    _codes_of_words,
 )
 
 

@@ -253,6 +253,9 @@ class QuantLinear(nn.Module):
 
     def quantized_tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return (codes [N, K] int8 or fp8, scales as on disk (NF4: dequantized), zero points int8 of scales' shape or None)."""
+        layout = layouts.layout_of(self._buffers)
+        if layout is not None and layout.codes is not None:
+            return layout.codes(self._buffers, self._form)
         tensors = self.canonical_tensors()
         if self.scheme.format == "pack-quantized":
             return layouts.codes_of(tensors, self._form)

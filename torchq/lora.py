@@ -23,7 +23,7 @@ from torchq.linear import QuantizedWeight, QuantLinear, own
 from torchq.scheme import Scheme
 
 Requantize = Literal["dithered", "same_grid", "new_scales"]
-_DITHER_STEPS = 1 << 12  # so that a code of up to 8 bits and a dither add up exactly in float32
+DITHER_STEPS = 1 << 13  # a code of up to 8 bits and a threshold of as many steps add up exactly in float32
 
 
 class Adapter(NamedTuple):
@@ -155,11 +155,14 @@ def check_requantize(how: str, scheme: Scheme) -> None:
 
 
 def dither(n: int, k: int, device: torch.device) -> Tensor:
-    """Return [N, K] float32 numbers in (0, 1), spread evenly along rows and columns: frac(row sqrt(2) + column golden ratio)."""
-    rows, columns = (torch.arange(size, dtype=torch.float64, device=device) for size in (n, k))
-    sums = (rows * math.sqrt(2) % 1).float().unsqueeze(1) + (columns * ((math.sqrt(5) - 1) / 2) % 1).float()
-    sums = sums.sub_(sums.floor()).mul_(_DITHER_STEPS).floor_().clamp_(max=_DITHER_STEPS - 1)
-    return sums.add_(0.5).div_(_DITHER_STEPS)
+    """Return [N, K] int16, odd numbers of ``DITHER_STEPS``: frac(row sqrt(2) + column golden ratio), rounded.
+
+    They are spread evenly along rows and along columns, and the same on every device.
+    """
+    half = DITHER_STEPS // 2
+    rows = (torch.arange(n, dtype=torch.float64) * math.sqrt(2) % 1 * half).to(torch.int16) * 2
+    columns = (torch.arange(k, dtype=torch.float64) * ((math.sqrt(5) - 1) / 2) % 1 * half).to(torch.int16) * 2 + 1
+    return (rows.to(device).unsqueeze(1) + columns.to(device)).bitwise_and_(DITHER_STEPS - 1)
 
 
 def _on_grid(layer: QuantLinear, delta: Tensor, dithered: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -171,7 +174,7 @@ def _on_grid(layer: QuantLinear, delta: Tensor, dithered: bool) -> tuple[Tensor,
         return numerics.quantize(weight, scale.float(), zero_point, args), scale, zero_point
     steps = numerics.to_groups(delta, args)
     steps = numerics.from_groups(steps / scale.float().reshape(*steps.shape[:2], 1), args, (n, k)).add_(q)
-    codes = steps.add_(dither(n, k, q.device)).floor_() if dithered else steps.round_()
+    codes = steps.add_(dither(n, k, q.device), alpha=1 / DITHER_STEPS).floor_() if dithered else steps.round_()
     return codes.clamp_(args.quant_min, args.quant_max).to(torch.int8), scale, zero_point
 
 
