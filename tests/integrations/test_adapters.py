@@ -2,14 +2,17 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
 from torch import Tensor
 
-from torchq import QuantConfig, quantize_
+from torchq import QuantConfig, QuantLinear, quantize_
+from torchq.integrations.peft_adapter import save_adapter
 from torchq.testing import tiny_llama
 from torchq.training import prepare_for_training
 
@@ -99,6 +102,17 @@ def test_adapters_load_without_memory_of_their_own_and_train_on(tmp_path: Path) 
     before = {name: tensor.clone() for name, tensor in before.items()}
     trained(loaded)
     assert all(not torch.equal(tensor, before[name]) for name, tensor in get_peft_model_state_dict(loaded).items())
+
+
+@pytest.mark.parametrize("settings", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [5, 6]}, {"use_dora": True}])
+def test_save_adapter_saves_what_peft_saves_and_lays_no_packed_weight_out(settings: dict[str, Any], tmp_path: Path) -> None:
+    model = trained(adapted(**settings))
+    with mock.patch.object(QuantLinear, "_save_to_state_dict", side_effect=AssertionError):
+        save_adapter(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    files = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs")]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())
 
 
 def test_one_adapter_on_both_bases_has_the_same_parameters(tmp_path: Path) -> None:
