@@ -44,7 +44,7 @@ def save_adapter(model: PeftModel, folder: str | Path) -> None:
     if merged := [name for name, layer in layers.items() if layer.merged]:
         raise ValueError(f"adapters are merged into {list_names(merged)}; call model.unmerge_adapter() first")
     targeted = {name: layer for name, layer in layers.items() if layer.lora_A}
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict=_tensors_without_packed_weights(model))
     report = getattr(model.get_base_model(), "quant_report", None)
     base = {
         "torchq_version": __version__,
@@ -54,6 +54,13 @@ def save_adapter(model: PeftModel, folder: str | Path) -> None:
         "sketch": {name: sketch(layer.base_layer) for name, layer in targeted.items()},
     }
     (Path(folder) / BASE_NAME).write_text(json.dumps(base, indent=1) + "\n", encoding="utf-8")
+
+
+def _tensors_without_packed_weights(model: nn.Module) -> dict[str, Tensor]:
+    """What PEFT looks for adapters in; ``state_dict()`` would also make the checkpoint's tensors of each packed layer."""
+    packed = {id(buffer) for module in model.modules() if isinstance(module, QuantLinear) for buffer in module.buffers()}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in packed}
+    return dict(model.named_parameters(remove_duplicate=False)) | buffers
 
 
 def load_adapter(model: nn.Module, folder: str | Path, *, adapter_name: str = "default", is_trainable: bool = False) -> PeftModel:

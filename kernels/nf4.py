@@ -226,18 +226,18 @@ def decode(packed: Tensor, scales: Tensor, weight: Tensor) -> None:
         weight: [R, C], to be filled.
     """
     (rows, columns), blocks = weight.shape, scales.shape[1]
-    step = max(_TILE_WEIGHTS // columns, 1)
-    index = torch.empty(min(step, rows) * columns // 2, dtype=torch.int64, device=packed.device)
+    step = min(max(_TILE_WEIGHTS // columns, 1), rows)
+    index = torch.empty(step, columns // 2, dtype=torch.int64, device=packed.device)
     values, pairs = torch.empty_like(index), _pairs(packed.device)
-    for start in range(0, rows, step):
-        part = packed[start : start + step]
-        size = part.numel()
-        index[:size].view(part.shape).copy_(part)
-        lanes = _LANES if size % _LANES == 0 else 1  # a row of a gather is one thread's work
-        torch.gather(pairs.expand(lanes, 256), 1, index[:size].view(lanes, -1), out=values[:size].view(lanes, -1))
-        tile = values[:size].view(torch.float32)
-        tile.view(-1, blocks, columns // blocks).mul_(scales[start : start + step, :, None])
-        weight[start : start + step] = tile.view(-1, columns)
+    for part, scale, target in zip(packed.split(step), scales.unsqueeze(2).split(step), weight.split(step), strict=True):
+        if part.shape[0] < step:
+            index, values = index[: part.shape[0]], values[: part.shape[0]]
+        index.copy_(part)
+        lanes = _LANES if index.numel() % _LANES == 0 else 1  # a row of a gather is one thread's work
+        torch.gather(pairs.expand(lanes, 256), 1, index.view(lanes, -1), out=values.view(lanes, -1))
+        tile = values.view(torch.float32)
+        tile.view(-1, blocks, columns // blocks).mul_(scale)
+        target.copy_(tile)
 
 
 @cache

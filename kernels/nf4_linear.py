@@ -13,13 +13,18 @@ a CPU's last-level cache holds. For gradients of x the parts are columns, so tha
 Where blocks do not end with rows, and on GPUs, whose kernel writes rows, the parts are rows there too, summed in float32.
 """
 
+import math
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchq.kernels.linear import input_grad, linear, stretches
+from torchq.kernels.linear import linear, stretches
 from torchq.kernels.nf4 import check_nf4_args, decode, decompress_absmax, dequantize_nf4_ref, dequantize_rows
 from torchq.kernels.registration import register_op
+
+_UNIT = 512  # rows or columns
 
 
 def nf4_linear_ref(
@@ -74,10 +79,20 @@ def nf4_linear(
     _check_nf4_linear_args(x, tensors, bias, n, k, block_size)
     tokens = x.reshape(-1, k)
     y = x.new_empty(tokens.shape[0], n)
-    for rows in stretches(n, k, 1, x.device) if y.numel() else ():
+    for rows in _parts(n, k, 1, x.device) if y.numel() else ():
         weight = _rows(tensors, n, k, block_size, x.dtype, rows)
         y[:, rows] = linear(tokens, weight, None if bias is None else bias[rows])
     return y.view(*x.shape[:-1], n)
+
+
+def _parts(size: int, other: int, unit: int, device: torch.device) -> Iterator[slice]:
+    """As ``stretches``; on a CPU twice as large and of 512 rows or columns at least, where products are at their fastest.
+
+    In training steps of 512 tokens that is worth 2 % (4096 x 4096) to 4 % (4096 x 14336; one core of an AMD EPYC).
+    """
+    return (
+        stretches(size, other // 2, math.lcm(_UNIT, unit), device) if device.type == "cpu" else stretches(size, other, 1, device)
+    )
 
 
 def _rows(tensors: tuple[Tensor, ...], n: int, k: int, block_size: int, dtype: torch.dtype, rows: slice) -> Tensor:
@@ -108,20 +123,20 @@ def nf4_linear_input_grad(
     if grad_y.device.type != "cpu" or k % block_size:
         return _input_grad_by_rows(grad_y, tensors, n, k, block_size)
     codes, scales = packed.view(n, -1), decompress_absmax(absmax, nested_scale, nested_offset).view(n, -1)
-
-    def part(grads: Tensor, columns: slice) -> Tensor:
+    grads = grad_y.reshape(-1, n)
+    grad_x = grads.new_empty(grads.shape[0], k)
+    for columns in _parts(k, n, block_size, grads.device) if grad_x.numel() else ():
         weight = grads.new_empty(n, columns.stop - columns.start)
         blocks = slice(columns.start // block_size, columns.stop // block_size)
         decode(codes[:, columns.start // 2 : columns.stop // 2], scales[:, blocks], weight)
-        return linear(grads, weight.t())
-
-    return input_grad(grad_y, k, block_size, part)
+        grad_x[:, columns] = linear(grads, weight.t())
+    return grad_x.view(*grad_y.shape[:-1], k)
 
 
 def _input_grad_by_rows(grad_y: Tensor, tensors: tuple[Tensor, ...], n: int, k: int, block_size: int) -> Tensor:
     grads = grad_y.reshape(-1, n)
     grad_x, total = grad_y.new_zeros(grads.shape[0], k), None
-    for rows in stretches(n, k, 1, grads.device) if grads.numel() and k else ():
+    for rows in _parts(n, k, 1, grads.device) if grads.numel() and k else ():
         product = linear(grads[:, rows], _rows(tensors, n, k, block_size, grads.dtype, rows).t())
         wide = torch.promote_types(product.dtype, torch.float32)
         total = product if total is None else total.to(wide).add_(product)

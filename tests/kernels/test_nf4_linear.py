@@ -78,7 +78,8 @@ def test_against_float64(shape: tuple[int, int, int], dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_input_gradients(shape: tuple[int, int, int], parts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     (n, k, _), (weight, arguments) = shape, make(*shape)
-    monkeypatch.setattr(linear, "TILE_WEIGHTS", n * k // parts)
+    monkeypatch.setattr(linear, "TILE_WEIGHTS", n * k // parts // 2)
+    monkeypatch.setattr("torchq.kernels.nf4_linear._UNIT", 1)
     for tokens in (0, 1, 17, 130) if k > 8 else (130,):
         grad_y = activations(tokens, n, dtype)
         grad_x = nf4_linear_input_grad(grad_y, *arguments)
@@ -104,6 +105,7 @@ def test_any_part_of_the_weight_is_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     for n, k, block_size in SHAPES:
         weight, arguments = make(n, k, block_size)
         monkeypatch.setattr(linear, "TILE_WEIGHTS", 1)  # a row at a time, a block of columns at a time
+        monkeypatch.setattr("torchq.kernels.nf4_linear._UNIT", 1)
         monkeypatch.setattr(nf4, "_TILE_WEIGHTS", 1)
         x = torch.eye(k, dtype=torch.float64)
         assert torch.equal(multiply(x, arguments), weight.t().double())
