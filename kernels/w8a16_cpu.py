@@ -19,7 +19,7 @@ from torch import Tensor
 from torchq.kernels.linear import in_stretches, input_grad, linear
 from torchq.kernels.registration import register_op
 
-MAX_NATIVE_TOKENS = 16
+MAX_NATIVE_TOKENS = 20
 """Most tokens for which PyTorch's kernel beats dequantize + matmul (benchmarks/bench_wna16_cpu.py)."""
 
 _BLOCK_ROWS, _BLOCK_COLUMNS = 4, 16  # the kernel reads past the end of other sizes

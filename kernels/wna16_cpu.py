@@ -27,7 +27,7 @@ _BLOCK_ROWS = 64
 _NATIVE_GROUP_SIZES = (256, 128, 64, 32)
 _LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F  # of eight bytes
 
-MAX_NATIVE_TOKENS = {1: 104, 2: 56}
+MAX_NATIVE_TOKENS = {1: 60, 2: 28}
 """Most tokens for which PyTorch's kernel beats dequantize + matmul, by number of planes (benchmarks/bench_wna16_cpu.py)."""
 
 
@@ -150,7 +150,7 @@ def scale_of(scale_and_zero: Tensor, num_bits: int, num_groups: int) -> Tensor:
 def _scales_by_group(scale_and_zero: Tensor, num_bits: int, num_groups: int) -> Tensor:
     """[G, N], a view of the last plane's scales."""
     per_plane = scale_and_zero.shape[0] // _num_planes(num_bits)
-    return scale_and_zero[-per_plane :: per_plane // num_groups, :, 0]
+    return scale_and_zero.select(2, 0)[-per_plane :: per_plane // num_groups]
 
 
 def _num_planes(num_bits: int) -> int:
