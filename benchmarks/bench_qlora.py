@@ -1,8 +1,10 @@
 """Memory and seconds of a LoRA training step: packed models against bitsandbytes' NF4 and against 16-bit weights, side by side.
 
 One model and one batch for all; LoRA of rank 16 on all linear layers but the output embedding, AdamW, with activations kept and
-recomputed (gradient checkpointing). bitsandbytes quantizes to NF4 with double quantization and computes in bfloat16; it has an
-interpreter of its own, with ``pip install bitsandbytes peft transformers accelerate``, and is left out without one::
+recomputed (gradient checkpointing). bitsandbytes quantizes to NF4 with double quantization and computes in bfloat16; it takes
+part as it is, and "prepared" by PEFT's ``prepare_model_for_kbit_training`` as QLoRA's recipe has it: embedding, head and norms in
+float32. It has an interpreter of its own, with ``pip install bitsandbytes peft transformers accelerate``, and is left out
+without one::
 
     python benchmarks/bench_qlora.py --bnb-python VENV/bin/python --save
 
@@ -38,7 +40,8 @@ from torchq.scheme import resolve_scheme
 from torchq.testing import smollm2
 
 WORKER = Path(__file__).with_name("lora_worker.py")
-BF16, BITSANDBYTES = "bf16", "bitsandbytes NF4"
+BF16, BITSANDBYTES, PREPARED = "bf16", "bitsandbytes NF4", "bitsandbytes prepared"
+KINDS = {BF16: "bf16", BITSANDBYTES: "bitsandbytes", PREPARED: "bitsandbytes_prepared"}  # others: torchq
 SCHEMES = ("W4A16", "W8A16", "NF4")
 GROUP_SIZES = (128, 64, 32)
 MODELS = ("smollm2", "llama1b")
@@ -63,7 +66,15 @@ class Worker:
     """A contender's process."""
 
     def __init__(self, kind: str, python: str, folder: Path, arguments: argparse.Namespace) -> None:
-        command = [python, str(WORKER), str(folder), "--kind", kind, "--threads", str(arguments.threads)]
+        command = [
+            os.path.abspath(shutil.which(python) or python),
+            str(WORKER),
+            str(folder),
+            "--kind",
+            kind,
+            "--threads",
+            str(arguments.threads),
+        ]
         command += ["--autocast" if arguments.autocast else "--no-autocast"]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(arguments.threads)}
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
@@ -116,7 +127,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             folders = prepare(name, arguments, Path(temporary), problems)
             for contender, folder in folders.items():
-                if contender not in (BF16, BITSANDBYTES):
+                if contender not in KINDS:
                     checks[f"{name} {contender}"] = check(contender, folder, arguments)
             rows += compare(name, folders, settings, arguments, rate, problems)
     _print(rows, arguments)
@@ -165,7 +176,7 @@ def prepare(name: str, arguments: argparse.Namespace, work: Path, problems: dict
     if arguments.bnb_python is None:
         problems[BITSANDBYTES] = "left out: no interpreter given (--bnb-python VENV/bin/python)"
     else:
-        folders[BITSANDBYTES] = folders[BF16]
+        folders[BITSANDBYTES] = folders[PREPARED] = folders[BF16]
     for scheme in arguments.schemes:
         try:
             resolve_scheme(scheme)
@@ -224,12 +235,8 @@ def compare(
     with ExitStack() as stack:
         workers = {}
         for name, folder in folders.items():
-            kind = {BF16: "bf16", BITSANDBYTES: "bitsandbytes"}.get(name, "torchq")
-            python = (
-                os.path.abspath(shutil.which(arguments.bnb_python) or arguments.bnb_python)
-                if kind == "bitsandbytes"
-                else sys.executable
-            )
+            kind = KINDS.get(name, "torchq")
+            python = sys.executable if kind in ("bf16", "torchq") else arguments.bnb_python
             workers[name] = stack.enter_context(started(kind, python, folder, arguments))
         for setting in settings:
             console.print(f"{model} {setting.label}")
@@ -241,7 +248,7 @@ def compare(
                     problems[f"{model} {name}"] = f"failed: {error}"
                     del workers[name]
                     continue
-                if name not in (BF16, BITSANDBYTES):
+                if name not in KINDS:
                     refuse_kept(name, memory[name])
             rows += _rows(model, setting, memory, time_in_turns(workers, setting, arguments.rounds), rate)
     return rows

@@ -25,11 +25,11 @@ from lora_memory import (
     unknown_tensors,
     weight_bytes,
 )
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-KINDS = ("bf16", "bitsandbytes", "torchq")
+KINDS = ("bf16", "bitsandbytes", "bitsandbytes_prepared", "torchq")
 RANK, ALPHA = 16, 32
 
 
@@ -74,7 +74,10 @@ def load(kind: str, folder: str) -> nn.Module:
     config = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
     )
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config, device_map={"": "cpu"})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config, device_map={"": "cpu"})
+    if kind == "bitsandbytes_prepared":
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return model
 
 
 def add_adapters(model: nn.Module) -> nn.Module:
