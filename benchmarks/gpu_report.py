@@ -10,6 +10,7 @@ from common import Timing, console, print_table
 from gpu_timing import Limits, Shape
 
 BASE = "F.linear"
+BASE_TRAINING = "16 bits"
 LARGE = 4096 * 28672  # weights of a layer from which on the targets for few tokens hold
 Row = dict[str, Any]
 
@@ -64,6 +65,27 @@ def print_overview(rows: list[Row], kernel: str) -> None:
     shapes = dict.fromkeys(row["shape"] for row in mine)
     lines = [[shape, *(found.get((shape, m), "–") for m in tokens)] for shape in shapes]
     print_table(f"{kernel}: times {BASE}, share of the limit", ["", *(f"M={m}" for m in tokens)], lines)
+
+
+def print_training(rows: list[Row]) -> None:
+    """Print seconds and bytes of LoRA steps."""
+    bases = {row["recompute"]: row["median_s"] for row in rows if row["contender"] == BASE_TRAINING}
+    lines = [
+        [
+            f"{row['contender']}{' recomputed' if row['recompute'] else ''}",
+            f"{row['weights']['linear'] / 1e6:.0f}",
+            f"{sum(row['weights'].values()) / 1e6:.0f}",
+            f"{row['step_peak'] / 1e6:.0f}",
+            f"{row['median_s'] * 1e3:.1f}",
+            f"{row['p10_s'] * 1e3:.1f}–{row['p90_s'] * 1e3:.1f}",
+            f"{row['limit_s'] / row['median_s']:.0%}",
+            f"{row['median_s'] / bases[row['recompute']]:.2f}x",
+        ]
+        for row in rows
+    ]
+    columns = ["a LoRA step", "linear, MB", "weights, MB", "+ step, MB", "ms", "p10–p90", "of limit", f"x {BASE_TRAINING}"]
+    if lines:
+        print_table("LoRA on 8B layers", columns, lines)
 
 
 # ----------------------------------------------------------------------------------------------------------------- targets

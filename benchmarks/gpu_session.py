@@ -1,8 +1,8 @@
 """Everything that is to be checked and measured on a GPU, in one run of at most 8 minutes.
 
 Tests marked ``gpu``; kernels against float64 and beyond 2^31 elements; first calls; every kernel beside ``F.linear`` and other
-libraries, with the roofline; graphs, ``torch.compile``, a small model and calibration; the search for tiles, which ends with an
-entry for the dispatch table. Results are written to ``<machine>-<date>-gpu_session.json`` after every step::
+libraries, with the roofline; graphs, ``torch.compile``, a small model and calibration; LoRA steps; the search for tiles, which
+ends with an entry for the dispatch table. Results are written to ``<machine>-<date>-gpu_session.json`` after every step::
 
     python benchmarks/gpu_session.py                    everything
     python benchmarks/gpu_session.py --quick            in 3 minutes, at fewer sizes
@@ -65,18 +65,20 @@ def all_steps() -> dict[str, Step]:
     import gpu_models
     import gpu_tiles
     import gpu_timing
+    import gpu_training
 
     return {
         "limits": Step(gpu_timing.measure_limits, 0.03),
-        "tests": Step(gpu_checks.run_tests, 0.18),
+        "tests": Step(gpu_checks.run_tests, 0.16),
         "correct": Step(gpu_checks.check_kernels, 0.10),
         "first_call": Step(gpu_checks.time_first_calls, 0.08),
-        "time": Step(time_kernels, 0.20),
+        "time": Step(time_kernels, 0.18),
         "dequantize": Step(time_dequantize, 0.02),
         "capture": Step(gpu_models.check_capture, 0.02),
         "model": Step(gpu_models.check_model, 0.08),
         "calibration": Step(gpu_models.check_calibration, 0.05),
-        "tiles": Step(gpu_tiles.search_tiles, 0.24),
+        "training": Step(gpu_training.time_training, 0.10),
+        "tiles": Step(gpu_tiles.search_tiles, 0.18),
     }
 
 
@@ -303,12 +305,13 @@ def time_dequantize(session: Session, record: Record) -> None:
 
 def summarise(records: Mapping[str, Record]) -> None:
     """Print what the end of the output must show: the overview, the proposal, targets, what was skipped and what failed."""
-    from gpu_report import print_overview, print_verdicts
+    from gpu_report import print_overview, print_training, print_verdicts
     from gpu_tiles import print_proposal
 
     console.rule("summary")
     for kernel in ("w4 g128", "w8 g128"):
         print_overview(records.get("time", {}).get("rows", []), kernel)
+    print_training(records.get("training", {}).get("rows", []))
     print_proposal(records.get("tiles", {}))
     print_verdicts(records)
     for name, record in records.items():

@@ -1,6 +1,7 @@
 """The GPU session's bookkeeping, limits, targets and proposals; and, marked slow, every step of it in a dry run."""
 
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -21,7 +22,7 @@ from torchq.kernels import dispatch, nf4, words_triton
 from torchq.kernels.dispatch import Tile
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-STEPS = ["limits", "tests", "correct", "first_call", "time", "dequantize", "capture", "model", "calibration", "tiles"]
+STEPS = ["limits", "tests", "correct", "first_call", "time", "dequantize", "capture", "model", "calibration", "training", "tiles"]
 
 
 @pytest.fixture(autouse=True)
@@ -467,7 +468,14 @@ def test_a_dry_run_goes_through_every_step(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     steps = json.loads(next(tmp_path.glob("*-gpu_session_dry_run.json")).read_text())["steps"]
     assert list(steps) == STEPS
-    assert not any("error" in record or "skipped" in record for record in steps.values())
+    has_peft = importlib.util.find_spec("peft") is not None
+    skipped = {name: record["skipped"] for name, record in steps.items() if "skipped" in record}
+    assert skipped == ({} if has_peft else {"training": ["LoRA: peft is not installed"]})
+    assert not any("error" in record for record in steps.values())
+    if has_peft:
+        rows = {(row["contender"], row["recompute"]): row for row in steps["training"]["rows"]}
+        assert set(rows) >= {(name, recompute) for name in ("16 bits", "W4A16") for recompute in (False, True)}
+        assert 3 * rows["W4A16", False]["weights"]["linear"] < rows["16 bits", False]["weights"]["linear"]
     assert all(result["ok"] for result in steps["correct"]["results"])
     assert {row["kernel"] for row in steps["time"]["rows"]} >= {"F.linear", "w4 g128", "w8 g128", "w2 g64"}
     assert {row["kernel"] for row in steps["dequantize"]["rows"]} >= {"w4 g128", "nf4", "nf4 nested"}
