@@ -1,6 +1,6 @@
 """What LoRA learns on a packed base, beside the same LoRA on the 16-bit base, and what each way of merging keeps of it.
 
-The same adapters, data and steps for all, over several seeds; SmolLM2-135M, text of Python's help topics, held-out windows of it::
+The same adapters, data and steps for all, over several seeds; SmolLM2-135M, Python's help topics, held-out windows of them::
 
     python benchmarks/bench_lora_quality.py --save
 
