@@ -167,6 +167,7 @@ def test_prepare_model_for_kbit_training_is_harmless(order: str) -> None:
         model = step(model)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}  # what PEFT does to what is not packed
     assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     model = get_peft_model(model, config())
     start, end = (trained(model, steps)(input_ids=IDS, labels=IDS).loss.item() for steps in (0, 5))
     assert end < start - 0.1

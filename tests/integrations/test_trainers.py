@@ -360,6 +360,14 @@ def test_each_way_of_multiplying_compiles_as_one_graph(scheme: str, prepare: dic
     compiled_as_eager(model)
 
 
+@pytest.mark.slow
+def test_trainer_compiles(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    expected = losses(adapted(packed(num_hidden_layers=1)), tmp_path)
+    settings = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    assert losses(adapted(packed(num_hidden_layers=1)), tmp_path, **settings) == pytest.approx(expected, rel=1e-5)
+
+
 def test_compiled_steps_train_as_eager_ones() -> None:
     torch._dynamo.reset()
     model = adapted(packed(num_hidden_layers=1), target_modules=["q_proj", "down_proj"])
