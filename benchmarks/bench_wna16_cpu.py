@@ -4,18 +4,19 @@
 layout (``canonical``); the answer is ``MAX_NATIVE_TOKENS`` in ``kernels/wna16_cpu.py``. ``rows``: 8 bits with a scale per row, as
 rows of int8 (``torchq::w8a16_cpu`` as it chooses, and both its ways; ``native`` is ``aten::_weight_int8pack_mm``) and as planes.
 ``training``: a layer's forward pass and the gradient of its input, against ``nn.Linear``'s.
-``python benchmarks/bench_wna16_cpu.py --save``
+``python benchmarks/bench_wna16_cpu.py --save``; with ``OMP_NUM_THREADS=1`` it is processor time.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import base_parser, machine_limits, print_table, save_results, time_side_by_side
+from common import Timing, base_parser, machine_limits, print_table, save_results, time_side_by_side
 from torch import Tensor, nn
 
 from torchq import QuantLinear
@@ -61,13 +62,18 @@ def _time(title: str, functions: Functions, k: int, arguments: Any) -> list[dict
     for tokens in arguments.tokens:
         x = torch.randn(tokens, k).bfloat16()
         _check(functions, x)
-        timings = time_side_by_side({name: _bind(f, x) for name, f in functions.items()}, seconds=arguments.seconds)
+        timings = _side_by_side({name: _bind(f, x) for name, f in functions.items()}, arguments.seconds)
         rows.append([str(tokens), *(f"{timing.median * 1e3:.3f}" for timing in timings.values())])
         for name, t in timings.items():
             results.append({"weight": title, "tokens": tokens, "name": name})
             results[-1] |= {"median_s": t.median, "p10_s": t.low, "p90_s": t.high}
     print_table(f"{title}, milliseconds", ["tokens", *functions], rows)
     return results
+
+
+def _side_by_side(functions: dict[str, Callable[[], Any]], seconds: float) -> dict[str, Timing]:
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    return time_side_by_side(functions, seconds=seconds, clock=clock)
 
 
 def _crossing(num_bits: int) -> Functions:
@@ -132,7 +138,7 @@ def _training(arguments: Any) -> list[dict[str, Any]]:
                 layers[name] = QuantLinear.from_linear(linear, quantized)
         x = torch.randn(tokens, k).bfloat16().requires_grad_()
         grad_y = torch.randn(tokens, n).bfloat16()
-        timings = time_side_by_side({name: _bind_training(f, x, grad_y) for name, f in layers.items()}, seconds=arguments.seconds)
+        timings = _side_by_side({name: _bind_training(f, x, grad_y) for name, f in layers.items()}, arguments.seconds)
         base = timings["nn.Linear"]
         ratios = [f"{timings[name].median / base.median:.2f}" if name in timings else "" for name in schemes]
         rows.append([f"{n} x {k}", str(tokens), f"{base.median * 1e3:.2f}", *ratios])
