@@ -131,7 +131,7 @@ def unknown_tensors(known: set[int], least: int) -> list[str]:
 
 
 def resident_bytes(field: str = "VmRSS") -> int:
-    """A field of ``/proc/self/status``: ``VmRSS`` now, ``VmHWM`` at most since :func:`reset_peak`."""
+    """Resident memory, a field of ``/proc/self/status``: ``VmRSS`` now, ``VmHWM`` at most since :func:`reset_peak`."""
     found = re.search(rf"^{field}:\s*(\d+) kB$", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
     if found is None:
         raise SystemExit("resident memory is read from /proc/self/status, which this system lacks")

@@ -43,8 +43,6 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     answers, sys.stdout = sys.stdout, sys.stderr  # libraries print
-    reset_peak()
-    imported = resident_bytes()
     training = Training(add_adapters(load(arguments.kind, arguments.folder)), arguments.autocast)
     for line in sys.stdin:
         request = json.loads(line)
@@ -54,7 +52,7 @@ def main() -> None:
         elif request["do"] == "check":
             answer = check(training, arguments.folder)
         else:
-            answer = training.measure(imported)
+            answer = training.measure()
         print(json.dumps(answer), file=answers, flush=True)
 
 
@@ -159,16 +157,17 @@ class Training:
         states = [value for state in self.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
         return storages([tensor for _, tensor in tensors_by_part(self.model)] + states + [self.ids])
 
-    def measure(self, imported: int) -> dict[str, Any]:
-        """Return bytes, of weights by part and of a step; ``imported``: resident before the model was loaded."""
+    def measure(self) -> dict[str, Any]:
+        """Return bytes, of weights by part and of a step."""
         sizes = dequantized_sizes(self.model)
         first = trace_memory(lambda: self.step(update=False))  # whatever a first pass caches is among what it leaves
         self.step()
         saved = saved_bytes(self.forward, self.known())
         peak = trace_memory(self.step).peak
         reset_peak()
+        before = resident_bytes()
         self.step()
-        resident = resident_bytes("VmHWM") - imported
+        growth = resident_bytes("VmHWM") - before
         unknown = unknown_tensors(self.known(), min(sizes))
         moments = sum(value.nbytes for state in self.optimizer.state.values() for value in state.values())
         return {
@@ -176,7 +175,7 @@ class Training:
             "optimizer": moments,
             "saved": saved,
             "step_peak": peak,
-            "resident_peak": resident,
+            "step_growth": growth,
             "largest_left": max(first.left, default=0),
             "smallest_layer": min(sizes),
             "unknown": unknown,

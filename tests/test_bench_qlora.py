@@ -106,9 +106,9 @@ def test_a_step_updates_and_is_measured() -> None:
     losses = [training.step()["loss"] for _ in range(3)]
     assert losses[2] < losses[0]
     assert not all(map(torch.equal, before, training.trained))
-    kept = training.measure(0)
+    kept = training.measure()
     training.set_up((4, 16), True)
-    recomputed = training.measure(0)
+    recomputed = training.measure()
     assert recomputed["saved"] < kept["saved"] < kept["step_peak"]
     assert recomputed["step_peak"] < kept["step_peak"]
     assert kept["smallest_layer"] == 2 * 32 * 64 and kept["largest_left"] < kept["smallest_layer"]
@@ -124,9 +124,9 @@ def test_a_dequantized_weight_that_stays_is_refused(monkeypatch: pytest.MonkeyPa
     layer = training.model.get_base_model().model.layers[0].mlp.down_proj
     layer.register_forward_pre_hook(lambda *_: None if KEPT else KEPT.append(layer.base_layer.dequantize()))
     with pytest.raises(SystemExit, match="a step leaves a block of 16384 bytes; a dequantized weight"):
-        bench.refuse_kept("W4A16", training.measure(0))
+        bench.refuse_kept("W4A16", training.measure())
     with pytest.raises(SystemExit, match=r"between steps there are torch.bfloat16 \[64, 128\]; dequantized"):
-        bench.refuse_kept("W4A16", found | {"unknown": training.measure(0)["unknown"][:1]})
+        bench.refuse_kept("W4A16", found | {"unknown": training.measure()["unknown"][:1]})
 
 
 def test_wrong_gradients_are_refused() -> None:
@@ -150,25 +150,20 @@ def test_wrong_gradients_are_refused() -> None:
 # -------------------------------------------------------------------------------------------------------------- judging
 
 
-def row(contender: str, seconds: float, peak: int, linear: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def figures(seconds: float, peak: int, linear: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A contender's memory and timings."""
     timing = module("common").Timing(seconds, seconds, seconds, 3)
-    parts = dict.fromkeys(("step", "forward", "backward", "optimizer", "cpu"), timing)
-    memory = {
-        "weights": {"linear": linear, "adapters": 2},
-        "optimizer": 4,
-        "step_peak": peak,
-        "flops": 5.0,
-        "resident_peak": peak,
-    }
-    return memory, parts
+    memory = {"weights": {"linear": linear, "adapters": 2}, "optimizer": 4, "step_peak": peak, "flops": 5.0}
+    return memory | {"step_growth": 3 * peak}, dict.fromkeys(("step", "forward", "backward", "optimizer", "cpu"), timing)
 
 
 def test_verdicts() -> None:
     bench = module("bench_qlora")
-    found = {"bf16": row("bf16", 1.0, 100, 400), bench.BITSANDBYTES: row("", 2.0, 90, 100), "W4A16 g64": row("", 1.7, 80, 120)}
+    found = {"bf16": figures(1.0, 100, 400), bench.BITSANDBYTES: figures(2.0, 90, 100), "W4A16 g64": figures(1.7, 80, 120)}
     memory, timings = ({name: pair[index] for name, pair in found.items()} for index in (0, 1))
     rows = bench._rows("smollm2", bench.Setting(4, 256, True), memory, timings, rate=10.0)
-    assert rows[2]["peak"] == 120 + 2 + 4 + 80 and rows[2]["of_limit"] == pytest.approx(0.5 / 1.7)
+    assert rows[2]["peak"] == 120 + 2 + 4 + 80 and rows[2]["system_peak"] == rows[2]["peak"] + 160
+    assert rows[2]["of_limit"] == pytest.approx(0.5 / 1.7)
     lines = bench.verdicts(rows)
     assert [line[:4] for line in lines] == ["FAIL", "PASS", "FAIL", "PASS", "FAIL"]
     assert lines[2] == ("FAIL  W4A16 seconds, of bitsandbytes' <= 0.80: worst 0.85 at smollm2 4x256 recomputed; 1 of 1 miss it")
