@@ -127,6 +127,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"dtype": torch.bfloat16},
     "W8A8": {"scheme": "W8A8"},
+    "NF4": {"scheme": "NF4"},
     "dora": {"use_dora": True},
     "each": {},
 }

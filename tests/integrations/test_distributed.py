@@ -26,7 +26,7 @@ worker = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(worker)
 
 # Half a batch may take another kernel, and another sum another way to round activations to 8 bits.
-TOLERANCES = {"float32": 1e-5, "each": 1e-5, "dora": 1e-5, "bfloat16": 5e-3, "W8A8": 5e-3}
+TOLERANCES = {"float32": 1e-5, "NF4": 1e-5, "each": 1e-5, "dora": 1e-5, "bfloat16": 5e-3, "W8A8": 5e-3}
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_ddp_and_fsdp2_train_as_one_process_and_leave_packed_weights_where_they_
 
 @pytest.mark.slow
 def test_ddp_of_other_dtypes_and_schemes(train_on_two: Any) -> None:
-    for way, result in train_on_two("ddp-bfloat16", "ddp-W8A8").items():
+    for way, result in train_on_two("ddp-bfloat16", "ddp-W8A8", "ddp-NF4").items():
         check_ddp(way, result)
 
 

@@ -266,7 +266,7 @@ def loss_of(model: Any, batch: Tensor) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("scheme", ["W4A16", "W8A8", "FP8_DYNAMIC"])
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A8", "FP8_DYNAMIC", "NF4"])
 def test_plain_loop_of_each_kind_of_scheme(scheme: str) -> None:
     model = adapted(packed(scheme=scheme))
     before = packed_tensors(model)
@@ -349,10 +349,11 @@ def test_a_training_step_compiles_as_one_graph(autocast: bool) -> None:
 @pytest.mark.parametrize(
     ("scheme", "prepare", "config"),
     [
-        ("W4A16", {"merge": "same_grid", "merge_aware": True}, {}),
+        ("W4A16", {"merge_aware": True}, {}),
         ("W4A16", {}, {"use_dora": True}),
         ("W8A8", {}, {}),
         ("FP8_DYNAMIC", {}, {}),
+        ("NF4", {}, {}),
     ],
 )
 def test_each_way_of_multiplying_compiles_as_one_graph(scheme: str, prepare: dict[str, Any], config: dict[str, Any]) -> None:
