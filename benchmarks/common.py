@@ -34,7 +34,12 @@ class Timing:
 
 
 def time_side_by_side(
-    functions: Mapping[str, Callable[[], Any]], *, seconds: float = 1.0, min_rounds: int = 7, device: str = "cpu"
+    functions: Mapping[str, Callable[[], Any]],
+    *,
+    seconds: float = 1.0,
+    min_rounds: int = 7,
+    device: str = "cpu",
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Time functions in rounds, each in a new order: a drift of the machine's speed and what ran just before meet all alike.
 
@@ -43,6 +48,7 @@ def time_side_by_side(
         seconds: Time to spend in all.
         min_rounds: Rounds to run at least.
         device: ``"cuda"`` to wait for the device around each call.
+        clock: What to time with; ``time.process_time`` where the machine does other work beside one thread of this.
     """
     synchronize = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     samples: dict[str, list[float]] = {name: [] for name in functions}
@@ -53,10 +59,10 @@ def time_side_by_side(
     begin = time.perf_counter()
     while time.perf_counter() - begin < seconds or len(next(iter(samples.values()))) < min_rounds:
         for name, function in shuffle.sample(list(functions.items()), len(functions)):
-            started = time.perf_counter()
+            started = clock()
             function()
             synchronize()
-            samples[name].append(time.perf_counter() - started)
+            samples[name].append(clock() - started)
     return {name: _summarise(values) for name, values in samples.items()}
 
 
