@@ -19,6 +19,8 @@ from torchq.scheme import Scheme
 
 _CHUNK_VALUES = 1 << 24  # values rounded at a time, so that no float32 copy of a large layer is made
 
+_NF4_VALUES = 1 << 20  # the same for NF4: in the caches that takes half the time
+
 
 @dataclass(frozen=True)
 class RTN:
@@ -91,7 +93,7 @@ def _quantize_nf4(weight: Tensor, scheme: Scheme) -> tuple[QuantizedWeight, floa
     """NF4 has one rule, bitsandbytes': absmax of each block, and the nearest level. Some blocks at a time."""
     size, flat = scheme.weights.group_size, weight.reshape(-1)
     assert size is not None
-    step = max(_CHUNK_VALUES // size, 1) * size
+    step = max(min(_CHUNK_VALUES, _NF4_VALUES) // size, 1) * size
     parts = [nf4.nf4_quantize_ref(flat[start : start + step], size) for start in range(0, flat.numel(), step)]
     q = nf4.unpack_codes(torch.cat([packed for packed, _ in parts]), flat.numel()).view(weight.shape)
     nested = nf4.compress_absmax(torch.cat([absmax for _, absmax in parts]))
