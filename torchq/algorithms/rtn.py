@@ -18,7 +18,6 @@ from torchq.linear import QuantizedWeight
 from torchq.scheme import Scheme
 
 _CHUNK_VALUES = 1 << 24  # values rounded at a time, so that no float32 copy of a large layer is made
-
 _NF4_VALUES = 1 << 20  # the same for NF4: in the caches that takes half the time
 
 
@@ -122,7 +121,7 @@ def _chunks(weight: Tensor, quantized: QuantizedWeight) -> Iterator[tuple[Tensor
     if args.type == "nf":
         assert args.group_size is not None
         weight, q, rows_per_scale = weight.reshape(-1), q.view(-1), args.group_size
-        step = max(_CHUNK_VALUES // rows_per_scale, 1) * rows_per_scale
+        step = max(min(_CHUNK_VALUES, _NF4_VALUES) // rows_per_scale, 1) * rows_per_scale
     for start in range(0, q.shape[0], step):
         rows = slice(start, min(start + step, q.shape[0]))
         scales = _rows(quantized.scale, rows, rows_per_scale)
