@@ -38,13 +38,8 @@ HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-_KERNEL_MODULES = (
-    wna16,
-    wna16_cpu,
-    w8a8_int8,
-    w8a8_int8_cpu,
-    nf4_linear,
-)  # named so that importing them, which registers ops, is a use
+# Named so that importing them, which registers ops, is a use.
+_KERNEL_MODULES = (wna16, wna16_cpu, w8a8_int8, w8a8_int8_cpu, nf4_linear)
 _OPS = torch.ops.torchq
 NF4 = ("weight_packed", "weight_absmax", "weight_nested_scale", "weight_offset")
 
@@ -246,7 +241,8 @@ class QuantLinear(nn.Module):
         """Return the weight, [N, K], in ``dtype`` (default: the scales' dtype, in which every reader computes it)."""
         if self.scheme.format == "nf4":
             tensors, size = [self._buffers[name] for name in NF4], self.scheme.weights.group_size
-            weight = nf4.dequantize_nf4(*tensors, self.out_features, self.in_features, size, torch.float32)
+            stored = dtype if dtype in nf4.DTYPES else torch.float32
+            weight = nf4.dequantize_nf4(*tensors, self.out_features, self.in_features, size, stored)
             return weight if dtype is None else weight.to(dtype)
         q, scale, zero_point = self.quantized_tensors()
         return numerics.dequantize(q, scale, zero_point, self.scheme.weights, dtype)
