@@ -459,23 +459,23 @@ def test_training_lowers_the_divergence_of_the_packed_model(rate: float, scale_r
 
 @pytest.mark.slow
 def test_a_short_training_of_smollm2() -> None:
-    """40 steps of 2 x 128 tokens, 3 bits; other halves of the text."""
+    """20 steps of 2 x 128 tokens, 3 bits; evaluated on the other half of the text."""
     from torchq.sources import demo_model_path, load_source
 
     base, tokenizer = load_source(demo_model_path(), dtype=torch.float32)
     text = english_text()
-    windows = token_windows(tokenizer, text[len(text) // 2 :], num_windows=8, length=128)
+    windows = token_windows(tokenizer, text[len(text) // 2 :], num_windows=4, length=128)
     config = QuantConfig("W3A16", group_size=64)
     model = copy.deepcopy(base)
     quantize_(model, config, progress=False)
     before = measure_divergence(base, model, windows).mean_kl
     model = copy.deepcopy(base)
     quantize_(model, config, qat=True, progress=False)
-    rows = token_windows(tokenizer, text[: len(text) // 2], num_windows=80, length=128)
+    rows = token_windows(tokenizer, text[: len(text) // 2], num_windows=40, length=128)
     distill(base, model, list(torch.stack(rows).split(2)), 1e-5, 1e-3)
     convert_qat_(model, progress=False)
     after = measure_divergence(base, model, windows).mean_kl
-    assert after < 0.75 * before, (after, before)
+    assert after < 0.8 * before, (after, before)
 
 
 # ------------------------------------------------------------------------------------------------- reports, saving, refusals
