@@ -1,6 +1,6 @@
-"""What a short quantization-aware training is worth: KL to the 16-bit model before and after it, beside GPTQ on the same tokens.
+"""What a short quantization-aware training is worth: KL to the 16-bit model before and after, from nearest rounding and GPTQ.
 
-The student starts from nearest rounding and learns the 16-bit model's logits (KL, all tokens of each sequence), in float32 with
+The student learns the 16-bit model's logits (KL, all tokens of each sequence), in float32 with
 ``torch.autocast`` in bfloat16. It is packed by ``convert_qat_`` and evaluated packed, in float32, on other texts::
 
     python benchmarks/bench_qat.py --bits 3 --save
@@ -38,11 +38,12 @@ def main() -> None:
         base = _load(folder)
         models: dict[str, nn.Module] = {}
         results: dict[str, dict[str, Any]] = {}
-        for way, make in (("rtn", _rtn), ("gptq", _gptq), ("qat", _qat)):
+        for way, (make, qat) in WAYS.items():
             if way in arguments.ways:
                 started = time.perf_counter()
-                models[way], extra = make(arguments, base, folder, rows)
-                results[way] = {"seconds": time.perf_counter() - started, "quality": {}} | extra
+                models[way] = make(arguments, folder, rows, qat=qat)
+                losses = _train(arguments, base, models[way], rows) if qat else []
+                results[way] = {"seconds": time.perf_counter() - started, "losses": losses, "quality": {}}
                 console.print(f"{way}: {results[way]['seconds']:.0f} s")
         for text, ids in windows.items():
             for way, quality in evaluate(base, models, ids).items():
@@ -64,12 +65,12 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.set_defaults(bits=3, samples=200, length=256)
-    parser.add_argument("--ways", nargs="+", default=["rtn", "gptq", "qat"], choices=["rtn", "gptq", "qat"])
+    parser.set_defaults(bits=3, samples=100, length=256)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--symmetric", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch", type=int, default=2, help="sequences per step")
-    parser.add_argument("--rate", type=float, default=1e-5, help="AdamW's first learning rate, of weights; falls to 0")
+    parser.add_argument("--rate", type=float, default=1e-4, help="AdamW's first learning rate, of weights; falls to 0")
     parser.add_argument("--scale-rate", type=float, default=1e-3, help="the same of the logarithms of scales")
     return parser.parse_args()
 
@@ -83,25 +84,26 @@ def _config(arguments: argparse.Namespace, algorithm: Any) -> QuantConfig:
     return QuantConfig(scheme, group_size=arguments.group_size, symmetric=arguments.symmetric, algorithm=algorithm)
 
 
-def _rtn(arguments: argparse.Namespace, base: nn.Module, folder: Path, rows: list[list[int]]) -> tuple[Any, dict[str, Any]]:
+def _rtn(arguments: argparse.Namespace, folder: Path, rows: list[list[int]], *, qat: bool = False) -> Any:
     model = _load(folder)
-    quantize_(model, _config(arguments, "rtn"), progress=False)
-    return model, {}
+    quantize_(model, _config(arguments, "rtn"), qat=qat, progress=False)
+    return model
 
 
-def _gptq(arguments: argparse.Namespace, base: nn.Module, folder: Path, rows: list[list[int]]) -> tuple[Any, dict[str, Any]]:
+def _gptq(arguments: argparse.Namespace, folder: Path, rows: list[list[int]], *, qat: bool = False) -> Any:
     model = _load(folder)
     data = CalibrationData(rows, num_samples=len(rows), max_length=arguments.length)
-    quantize_(model, _config(arguments, GPTQ()), calibration=data, progress=False)
-    return model, {}
+    quantize_(model, _config(arguments, GPTQ()), calibration=data, qat=qat, progress=False)
+    return model
 
 
-def _qat(arguments: argparse.Namespace, base: nn.Module, folder: Path, rows: list[list[int]]) -> tuple[Any, dict[str, Any]]:
-    model = _load(folder)
-    quantize_(model, _config(arguments, "rtn"), qat=True, progress=False)
+WAYS = {"rtn": (_rtn, False), "rtn, qat": (_rtn, True), "gptq": (_gptq, False), "gptq, qat": (_gptq, True)}
+
+
+def _train(arguments: argparse.Namespace, base: nn.Module, model: nn.Module, rows: list[list[int]]) -> list[float]:
+    """Train a fake-quantized model and pack it; return the loss of each step."""
     scales = [parameter for name, parameter in model.named_parameters() if name.endswith("weight_scale_log2")]
-    known = {id(scale) for scale in scales}
-    others = [parameter for parameter in model.parameters() if id(parameter) not in known]
+    others = [parameter for name, parameter in model.named_parameters() if not name.endswith("weight_scale_log2")]
     groups = [{"params": others, "lr": arguments.rate}, {"params": scales, "lr": arguments.scale_rate}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / arguments.steps)
@@ -116,7 +118,7 @@ def _qat(arguments: argparse.Namespace, base: nn.Module, folder: Path, rows: lis
         if len(losses) % LOGGED_STEPS == 0:
             console.print(f"step {len(losses)}: KL {sum(losses[-LOGGED_STEPS:]) / LOGGED_STEPS:.4f}")
     convert_qat_(model, progress=False)
-    return model, {"losses": losses}
+    return losses
 
 
 def _batches(ids: Tensor, size: int, steps: int) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchq
-from torchq import GPTQ, QuantArgs, QuantConfig, QuantLinear, QuantReport, Scheme, convert_qat_, numerics, quantize_
+from torchq import QuantArgs, QuantConfig, QuantLinear, QuantReport, Scheme, convert_qat_, numerics, quantize_
 from torchq.evaluation.divergence import english_text, measure_divergence, token_windows
 from torchq.fake_quant import FakeQuantLinear
 from torchq.testing import sqnr_db, tiny_llama
@@ -103,10 +103,7 @@ def test_it_starts_from_nearest_rounding(name: str, dtype: torch.dtype) -> None:
     quantize_(other, QuantConfig(SCHEMES[name].scheme, group_size=SCHEMES[name].group_size))
     start, nearest = model[0].fake_quantized_weight(), other[0].dequantize()
     assert torch.equal(model[0].weight_scale, other[0].quantized_tensors()[1])
-    if dtype == torch.float32 or "FP8" not in name or "W4AFP8" in name:  # there RTN divides in the model's dtype
-        assert torch.equal(start, nearest)
-    else:
-        assert sqnr_db(nearest, start) > 30
+    assert torch.equal(start, nearest)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -443,6 +440,72 @@ def distill(base: Any, model: Any, batches: list[Tensor], rate: float, scale_rat
         optimizer.zero_grad()
 
 
+# -------------------------------------------------------------------------------------------------------- from calibration
+
+TOKENS = [torch.randint(0, 128, (32,), generator=torch.Generator().manual_seed(index)) for index in range(24)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        QuantConfig("W3A16", group_size=32),
+        QuantConfig("W8A16_ASYM", group_size=32),
+        QuantConfig("W4A16", group_size=32, propagate="float"),
+        QuantConfig("W4A16", group_size=32, algorithm=["awq", "gptq"]),
+        QuantConfig("W8A8"),
+        QuantConfig("FP8_DYNAMIC"),
+    ],
+    ids=lambda config: f"{config.scheme}-{config.algorithm}",
+)
+def test_it_starts_from_what_calibration_chose(config: QuantConfig, dtype: torch.dtype) -> None:
+    """Codes that are not the nearest ones included."""
+    model, other = tiny_llama(dtype=dtype), tiny_llama(dtype=dtype)
+    report = quantize_(model, config, calibration=TOKENS, qat=True)
+    plain = quantize_(other, config, calibration=TOKENS)
+    assert report.algorithm == f"QAT from {plain.algorithm}" and report.folds == plain.folds
+    assert getattr(model.config, "quantization_config", None) is None
+    for name, layer in packed_layers(other).items():
+        start = model.get_submodule(name)
+        assert torch.equal(start.fake_quantized_weight(), layer.dequantize()), name
+        assert start.weight.requires_grad and start.weight.dtype == dtype
+    for one, two in zip(report.layers, plain.layers, strict=True):
+        assert (one.name, one.output_error, one.relative_error) == (two.name, two.output_error, two.relative_error)
+    after = convert_qat_(model)
+    assert after.folds == plain.folds and sqnr_db(logits(other), logits(model)) > (100 if dtype == torch.float32 else 20)
+
+
+def test_training_goes_on_from_calibration() -> None:
+    model = tiny_llama()
+    quantize_(model, W3, calibration=TOKENS, qat=True)
+    found = losses(model.train(), 5)
+    assert found[-1] < found[0]
+
+
+def test_a_tied_head_has_a_weight_of_its_own_after_calibration() -> None:
+    model = tiny_llama(tie_word_embeddings=True)
+    embedding = model.model.embed_tokens.weight.detach().clone()
+    with pytest.warns(UserWarning, match=r"untied lm_head\.weight"):
+        report = quantize_(model, QuantConfig("W4A16", group_size=32, ignore=[]), calibration=TOKENS, qat=True)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    assert torch.equal(model.model.embed_tokens.weight, embedding) and not model.config.tie_word_embeddings
+    assert report.num_parameters == sum(p.numel() for name, p in model.named_parameters() if "scale_log2" not in name)
+
+
+@pytest.mark.parametrize("propagate", ["true_sequential", "float"])
+def test_a_failed_calibration_leaves_the_model_as_it_was(propagate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    modules, state = dict(model.named_modules()), copy.deepcopy(model.state_dict())
+    monkeypatch.setattr("torchq.quantize._left_out_warnings", lambda report: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        quantize_(model, QuantConfig("W3A16", group_size=32, propagate=propagate), calibration=TOKENS, qat=True)
+    assert dict(model.named_modules()).keys() == modules.keys() and not fake_layers(model)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+# ------------------------------------------------------------------------------------------------------ what training is worth
+
+
 @pytest.mark.parametrize(("rate", "scale_rate", "most"), [(3e-3, 1e-3, 0.65), (0.0, 3e-2, 0.9)])
 def test_training_lowers_the_divergence_of_the_packed_model(rate: float, scale_rate: float, most: float) -> None:
     """Of other tokens; of weights and scales, and of scales alone."""
@@ -459,23 +522,23 @@ def test_training_lowers_the_divergence_of_the_packed_model(rate: float, scale_r
 
 @pytest.mark.slow
 def test_a_short_training_of_smollm2() -> None:
-    """40 steps of 2 x 128 tokens, 3 bits; other halves of the text."""
+    """20 steps of 2 x 128 tokens, 3 bits; evaluated on the other half of the text."""
     from torchq.sources import demo_model_path, load_source
 
     base, tokenizer = load_source(demo_model_path(), dtype=torch.float32)
     text = english_text()
-    windows = token_windows(tokenizer, text[len(text) // 2 :], num_windows=8, length=128)
+    windows = token_windows(tokenizer, text[len(text) // 2 :], num_windows=4, length=128)
     config = QuantConfig("W3A16", group_size=64)
     model = copy.deepcopy(base)
     quantize_(model, config, progress=False)
     before = measure_divergence(base, model, windows).mean_kl
     model = copy.deepcopy(base)
     quantize_(model, config, qat=True, progress=False)
-    rows = token_windows(tokenizer, text[: len(text) // 2], num_windows=80, length=128)
-    distill(base, model, list(torch.stack(rows).split(2)), 1e-5, 1e-3)
+    rows = token_windows(tokenizer, text[: len(text) // 2], num_windows=40, length=128)
+    distill(base, model, list(torch.stack(rows).split(2)), 1e-4, 1e-3)
     convert_qat_(model, progress=False)
     after = measure_divergence(base, model, windows).mean_kl
-    assert after < 0.75 * before, (after, before)
+    assert after < 0.8 * before, (after, before)
 
 
 # ------------------------------------------------------------------------------------------------- reports, saving, refusals
@@ -542,10 +605,8 @@ STATIC_INT8 = Scheme(QuantArgs(8, strategy="channel"), QuantArgs(8, strategy="te
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        (QuantConfig("W4A16", group_size=32, algorithm="gptq"), NotImplementedError, "algorithm='gptq' is not supported with it"),
-        (QuantConfig("W4A16", group_size=32, algorithm="awq"), NotImplementedError, "algorithm='awq'.*use algorithm='auto' or"),
-        (QuantConfig("W8A8", algorithm="smoothquant"), NotImplementedError, "algorithm='smoothquant'"),
-        (QuantConfig("W4A16", group_size=32, algorithm=["awq", GPTQ()]), NotImplementedError, "algorithm='awq'"),
+        (QuantConfig("W4A16", group_size=32, algorithm="gptq"), ValueError, "algorithm='gptq' needs calibration data"),
+        (QuantConfig("W8A8", algorithm="smoothquant"), ValueError, "algorithm='smoothquant' needs calibration data"),
         (QuantConfig("FP8"), NotImplementedError, r"static activation scales, got .* \(FP8\) and 11 more; use FP8_DYN"),
         (QuantConfig(STATIC_INT8), NotImplementedError, r"static activation scales, got .* \(STATIC\)"),
         (QuantConfig("W4A16", group_size=32, fuse_siblings=True), NotImplementedError, r"fuse_siblings_\(model\) after"),
@@ -558,11 +619,6 @@ def test_what_cannot_be_trained_changes_nothing(config: QuantConfig, error: type
     with pytest.raises(error, match=message):
         quantize_(model, config, qat=True)
     assert dict(model.named_modules()) == modules and not hasattr(model, "quant_report")
-
-
-def test_calibration_data_is_refused() -> None:
-    with pytest.raises(ValueError, match="qat=True takes no calibration data"):
-        quantize_(tiny_llama(), W3, calibration=[list(range(100))], qat=True)
 
 
 def test_nf4_is_refused() -> None:
@@ -596,14 +652,14 @@ def test_a_failure_while_preparing_leaves_the_model_as_it_was(monkeypatch: pytes
     model = tiny_llama()
     modules, made = dict(model.named_modules()), []
 
-    def fail(*arguments: Any) -> Any:
+    def fail(*arguments: Any, **settings: Any) -> Any:
         made.append(arguments)
         if len(made) == 5:
             raise KeyboardInterrupt
-        return original(*arguments)
+        return original(*arguments, **settings)
 
-    original = torchq.quantize.fake_quantized
-    monkeypatch.setattr("torchq.quantize.fake_quantized", fail)
+    original = torchq.quantize.fake_layers
+    monkeypatch.setattr("torchq.quantize.fake_layers", fail)
     with pytest.raises(KeyboardInterrupt):
         quantize_(model, W3, qat=True)
     assert dict(model.named_modules()) == modules and not hasattr(model, "quant_report")

@@ -83,7 +83,8 @@ class UndoLog:
 
     def keep(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
         """Remember modules by name that are about to be replaced; they stay in memory."""
-        self._kept += [(model, name, module) for name, module in modules.items()]
+        if self.enabled:
+            self._kept += [(model, name, module) for name, module in modules.items()]
 
     def save_attribute(self, owner: Any, name: str) -> None:
         """Remember an attribute that is about to change."""

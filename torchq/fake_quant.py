@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torchq import numerics
-from torchq.algorithms.rtn import RTN, quantize_weight
 from torchq.linear import HOOKS, QuantizedWeight
 from torchq.matching import is_conv1d
 from torchq.model_utils import linear_shape, weight_of
@@ -128,7 +127,7 @@ def _lsq_gradients(
 class FakeQuantLinear(nn.Module):
     """``y = round(x) @ fake_quantized_weight().T + bias``: trains what :func:`torchq.convert_qat_` packs, bit for bit.
 
-    Parameters: ``weight``, the Linear's own (the same object, [N, K], or [K, N] of a Conv1D); ``weight_scale_log2``, float32 of
+    Parameters: ``weight``, the Linear's own, [N, K], or [K, N] of a Conv1D; ``weight_scale_log2``, float32 of
     :func:`torchq.numerics.scale_shape`, what is learned of the scales: ``weight_scale = weight_scale_start * 2 **
     weight_scale_log2``; ``bias``. Buffers: ``weight_scale_start``, in the dtype in which scales are stored, and
     ``weight_zero_point``, int8 of the same shape, or None. They all are in ``state_dict()``, which a run resumes from.
@@ -136,10 +135,9 @@ class FakeQuantLinear(nn.Module):
     Activations are rounded too if the scheme says so, with scales of their own as in the packed layer.
 
     Args:
-        linear: What to train: an ``nn.Linear`` or a transformers ``Conv1D``. Its hooks and training mode are taken over.
-        scheme: How it will be quantized; without static activations.
-        scale: The scales to start from, as :func:`torchq.numerics.scale_shape`, in the model's dtype.
-        zero_point: int8 of scale's shape, or None (symmetric).
+        linear: What to train: an ``nn.Linear`` or a transformers ``Conv1D``. Its weight, bias, hooks and training mode are taken
+            over.
+        start: Its scheme (without static activations), the scales to start from, in the model's dtype, and zero points.
     """
 
     weight: nn.Parameter
@@ -148,15 +146,15 @@ class FakeQuantLinear(nn.Module):
     weight_zero_point: Tensor | None
     bias: nn.Parameter | None
 
-    def __init__(self, linear: nn.Module, scheme: Scheme, scale: Tensor, zero_point: Tensor | None = None) -> None:
+    def __init__(self, linear: nn.Module, start: QuantizedWeight) -> None:
         super().__init__()
         self.out_features, self.in_features = linear_shape(linear)
-        self.scheme, self.transposed = scheme, is_conv1d(linear)
+        self.scheme, self.transposed = start.scheme, is_conv1d(linear)
         self.register_parameter("weight", linear._parameters["weight"])
         self.register_parameter("bias", linear._parameters.get("bias"))
-        self.register_parameter("weight_scale_log2", nn.Parameter(torch.zeros_like(scale, dtype=torch.float32)))
-        self.register_buffer("weight_scale_start", scale)
-        self.register_buffer("weight_zero_point", zero_point)
+        self.register_parameter("weight_scale_log2", nn.Parameter(torch.zeros_like(start.scale, dtype=torch.float32)))
+        self.register_buffer("weight_scale_start", start.scale)
+        self.register_buffer("weight_zero_point", start.zero_point)
         self.train(linear.training)
         for name in HOOKS:
             self.__dict__[name] = linear.__dict__[name]
@@ -217,28 +215,30 @@ class FakeQuantLinear(nn.Module):
         return f"{sizes}, {self.scheme.describe()}"
 
 
-def fake_quantized(
-    modules: Mapping[str, nn.Module], scheme: Scheme, settings: RTN, device: torch.device | str | None = None
-) -> tuple[dict[str, FakeQuantLinear], float]:
-    """Return FakeQuantLinears that start from nearest rounding, by name, and the relative error of that.
+def fake_layers(modules: Mapping[str, nn.Module], start: QuantizedWeight, *, rounded: bool) -> dict[str, FakeQuantLinear]:
+    """Return FakeQuantLinears that start from a quantized weight, by name.
 
     Args:
         modules: Linear-like modules by name, all of one weight; they share one set of scales.
-        scheme: How they will be quantized.
-        settings: Of the scales to start from.
-        device: Where to search for those; the weight's own device by default.
+        start: What they start from.
+        rounded: Whether they train a new weight, the dequantized one, whose codes are those of ``start``: not nearest ones. Else
+            they train the modules' own weight, the same Parameter.
     """
-    first = next(iter(modules.values()))
-    weight = weight_of(first).detach()
-    matrix = weight.t().contiguous() if is_conv1d(first) else weight
-    start, relative_error = quantize_weight(matrix.to(device or weight.device), scheme, settings)
-    scale, zero_point = (None if t is None else t.to(weight.device) for t in (start.scale, start.zero_point))
+    own = weight_of(next(iter(modules.values())))
+    scale, zero_point = (None if t is None else t.to(own.device) for t in (start.scale, start.zero_point))
     assert scale is not None
+    start = QuantizedWeight(start.q, scale, zero_point, start.scheme)
+    weight: nn.Parameter | None = None
+    if rounded:
+        matrix = numerics.dequantize(start.q.to(own.device), scale, zero_point, start.scheme.weights, own.dtype)
+        matrix = matrix.t().contiguous() if is_conv1d(next(iter(modules.values()))) else matrix
+        weight = nn.Parameter(matrix, requires_grad=own.requires_grad)
     made: dict[int, FakeQuantLinear] = {}
-    shared: nn.Parameter | None = None
+    learned: nn.Parameter | None = None
     for module in modules.values():
         if id(module) not in made:
-            layer = FakeQuantLinear(module, scheme, scale, zero_point)
-            layer.weight_scale_log2 = shared = shared if shared is not None else layer.weight_scale_log2
+            layer = FakeQuantLinear(module, start)
+            layer.weight = layer.weight if weight is None else weight
+            layer.weight_scale_log2 = learned = layer.weight_scale_log2 if learned is None else learned
             made[id(module)] = layer
-    return {name: made[id(module)] for name, module in modules.items()}, relative_error
+    return {name: made[id(module)] for name, module in modules.items()}

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from torchq.algorithms.rtn import RTN
 from torchq.config import DEFAULT_IGNORE, QuantConfig
 from torchq.fake_quant import FakeQuantLinear
 from torchq.linear import QuantLinear
@@ -241,30 +240,18 @@ def preflight(plans: list[LayerPlan], *, calibrated: bool = False) -> None:
         raise ValueError(f"weights hold NaN or inf: {list_names(broken)}; reload or repair the model, or add them to ignore")
 
 
-def check_trainable(plans: list[LayerPlan], config: QuantConfig, *, calibrated: bool) -> None:
+def check_trainable(plans: list[LayerPlan], config: QuantConfig) -> None:
     """Check what quantization-aware training asks for beyond :func:`preflight`. Changes nothing."""
-    if calibrated:
-        raise ValueError("qat=True takes no calibration data, it starts from nearest rounding; leave calibration=None and train")
     if config.fuse_siblings:
         raise NotImplementedError("qat=True does not support fuse_siblings=True; call fuse_siblings_(model) after convert_qat_")
-    algorithm = ""
     unknown, static = [], []
     for plan in plans:
         if plan.scheme is None:
             continue
-        step = config.smoothing(plan.scheme, False) or config.recipe(plan.scheme, False)
-        described = f"{plan.names[0]} ({plan.scheme.name})"
-        if not isinstance(step, RTN):
-            algorithm = type(step).__name__.lower()
         if plan.scheme.weights.type != "int" and plan.scheme.weights.num_bits != 8:
-            unknown.append(described)
-        if plan.scheme.needs_calibration:
-            static.append(described)
-    if algorithm:
-        raise NotImplementedError(
-            f"qat=True starts from nearest rounding, algorithm={algorithm!r} is not supported with it; use algorithm='auto' or "
-            "'rtn'"
-        )
+            unknown.append(f"{plan.names[0]} ({plan.scheme.name})")
+        elif plan.scheme.needs_calibration:
+            static.append(f"{plan.names[0]} ({plan.scheme.name})")
     if unknown:
         raise NotImplementedError(
             f"qat=True supports integer and fp8 weights, with dynamic activation scales or none, got {list_names(unknown)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from dataclasses import replace
 
 from torch import nn
 
@@ -105,8 +106,8 @@ def _report(model: nn.Module, entries: dict[str, LayerReport]) -> QuantReport:
     """The report of ``quantize_`` with new entries for the packed layers; a new one, where only parts of the model have one."""
     before = getattr(model, "quant_report", None)
     if isinstance(before, QuantReport):
-        report = QuantReport(before.scheme, before.algorithm, 0, torchq_version=__version__, warnings=list(before.warnings))
-        report.layers = [entries.get(layer.name, layer) for layer in before.layers]
+        layers = [entries.get(layer.name, layer) for layer in before.layers]
+        report = replace(before, layers=layers, warnings=list(before.warnings), torchq_version=__version__)
     else:
         schemes = sorted({entry.scheme or "" for entry in entries.values()})
         report = QuantReport(", ".join(schemes), "QAT", 0, torchq_version=__version__)

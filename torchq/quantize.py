@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from torchq.algorithms.rtn import RTN, quantize_weight
 from torchq.algorithms.smoothquant import SmoothQuant
 from torchq.checkpoint.writer import missing_format, quantization_config
 from torchq.config import QuantConfig
-from torchq.fake_quant import FakeQuantLinear, fake_quantized
+from torchq.fake_quant import fake_layers
 from torchq.linear import QuantizedWeight, QuantLinear, buffer_specs
 from torchq.matching import is_conv1d
 from torchq.model_utils import (
@@ -70,15 +71,15 @@ def quantize_(
             the call has succeeded, so that an interruption or an out-of-memory error half way can be undone. Without it,
             such a failure leaves the layers done so far quantized; wrong input is found before anything changes either way.
         qat: Quantization-aware training: the layers become :class:`~torchq.fake_quant.FakeQuantLinear` modules instead, which
-            train as if quantized, from nearest rounding on. :func:`torchq.convert_qat_` then packs them.
+            train as if quantized; :func:`torchq.convert_qat_` then packs them. Without data they train the weights they have,
+            with data new Parameters that start from what the algorithm chose: make optimizers afterwards.
 
     Returns:
         A report on every layer. It is also kept as ``model.quant_report``.
 
     Raises:
         ValueError: If a pattern matches nothing, a layer cannot hold the scheme, the model is quantized already, a weight is not
-            finite, nothing would be quantized, an algorithm lacks calibration data, or the data is unusable; with ``qat``, if
-            there is calibration data.
+            finite, nothing would be quantized, an algorithm lacks calibration data, or the data is unusable.
         TypeError: If ``model`` or ``config`` is of a wrong type.
         NotImplementedError: If the scheme or the algorithm is not supported yet, or not with ``qat``.
     """
@@ -96,7 +97,7 @@ def quantize_(
     check_not_quantized(model)
     plans = plan_layers(model, config)
     if qat:
-        check_trainable(plans, config, calibrated=calibration is not None)
+        check_trainable(plans, config)
     preflight(plans, calibrated=calibration is not None)
     todo = [plan for plan in plans if plan.scheme is not None]
     recipes = {id(plan): config.recipe(plan.scheme, calibration is not None) for plan in todo if plan.scheme is not None}
@@ -112,33 +113,29 @@ def quantize_(
         siblings = find_siblings(model, layers, None if batches is None else batches.train[0].inputs)
     report = QuantReport(
         scheme=config.resolve().name,
-        algorithm=_describe(todo, recipes, config, batches),
+        algorithm=("QAT from " if qat else "") + _describe(todo, recipes, config, batches),
         num_parameters=0,
         torchq_version=__version__,
     )
-    if qat:
-        _fake_quantize(model, plans, recipes, report, device, progress)
-        report.seconds = time.perf_counter() - started
-        return report
     announced: list[str] = []  # warnings that a user should see before the run
-    shared = shared_parameters(model, todo)
-    with UndoLog(enabled=undo, num_bytes=sum(weight_of(plan.module).nbytes for plan in todo)) as undo_log:
+    calibrated = [plan for plan in todo if batches is not None and _uses_data(plan, recipes[id(plan)], config)]
+    replaced = calibrated if qat else todo  # those whose weights will be others
+    shared = shared_parameters(model, replaced)
+    with UndoLog(enabled=undo, num_bytes=sum(weight_of(plan.module).nbytes for plan in replaced)) as undo_log:
         entries = {}
         with progress_bar("Quantizing", len(todo), progress) as advance:
-            calibrated = []
             for plan in todo:
-                if batches is not None and _uses_data(plan, recipes[id(plan)], config):
-                    calibrated.append(plan)
-                    continue
-                entries[plan.names[0]] = _quantize_layer(model, plan, recipes[id(plan)], device, undo_log)
-                advance()
+                if not any(plan is other for other in calibrated):
+                    entries[plan.names[0]] = _quantize_layer(model, plan, recipes[id(plan)], device, undo_log, qat)
+                    advance()
             if batches is not None and calibrated:
                 from torchq.calibration.rounding import Solved
                 from torchq.calibration.solve import quantize_calibrated
 
                 def finish(plan: LayerPlan, solved: Solved) -> None:
                     undo = undo_log if config.propagate == "float" else None  # else recorded when its weight was replaced
-                    entry = _swap(model, plan, solved.quantized, solved.relative_error, solved.seconds, undo)
+                    errors = solved.relative_error, solved.seconds
+                    entry = _swap(model, plan, solved.quantized, *errors, undo, qat=qat, calibrated=True)
                     entries[entry.name] = replace(entry, output_error=solved.output_error, dampening_frac=solved.dampening_frac)
                     if solved.note is not None:
                         report.warnings.append(f"{plan.names[0]}: {solved.note}")
@@ -159,8 +156,9 @@ def quantize_(
                     warn=announce,
                 )
                 report.timings, report.folds = outcome.timings, outcome.folds
-        report.warnings += untie(model, todo, shared, undo_log)
-        describe_in_config(model, undo_log)
+        report.warnings += untie(model, replaced, shared, undo_log)
+        if not qat:
+            describe_in_config(model, undo_log)
         report.layers = [entries.get(plan.names[0]) or _left_out(plan) for plan in plans]
         report.layers += other_parameters(model, plans)
         report.num_parameters = sum(layer.num_parameters for layer in report.layers)
@@ -261,16 +259,16 @@ def _describe(todo: list[LayerPlan], recipes: dict[int, RTN | GPTQ], config: Qua
 
 
 def _quantize_layer(
-    model: nn.Module, plan: LayerPlan, recipe: RTN | GPTQ, device: torch.device | str | None, undo_log: UndoLog
+    model: nn.Module, plan: LayerPlan, recipe: RTN | GPTQ, device: torch.device | str | None, undo_log: UndoLog, qat: bool
 ) -> LayerReport:
-    """Quantize one weight without data and swap in QuantLinear wherever it is used."""
+    """Quantize one weight without data and swap in QuantLinear (or FakeQuantLinear) wherever it is used."""
     assert plan.scheme is not None and isinstance(recipe, RTN)
     started = time.perf_counter()
     weight = weight_of(plan.module).detach()
     matrix = weight.t().contiguous() if is_conv1d(plan.module) else weight
     quantized, relative_error = quantize_weight(matrix.to(device or weight.device), plan.scheme, recipe)
     del matrix, weight
-    return _swap(model, plan, quantized, relative_error, time.perf_counter() - started, undo_log)
+    return _swap(model, plan, quantized, relative_error, time.perf_counter() - started, undo_log, qat=qat)
 
 
 def _swap(
@@ -280,17 +278,31 @@ def _swap(
     relative_error: float,
     seconds: float,
     undo_log: UndoLog | None,
+    *,
+    qat: bool,
+    calibrated: bool = False,
 ) -> LayerReport:
-    """Put QuantLinears in a layer's place, and report on it. The weight is recorded first, unless ``undo_log`` is None."""
+    """Put QuantLinears (or FakeQuantLinears) in a layer's place, and report on it.
+
+    What is replaced is recorded first, unless ``undo_log`` is None.
+    """
     started = time.perf_counter()
-    replacements = packed_layers(plan, quantized)
-    if undo_log is not None:
+    replacements: Mapping[str, nn.Module] = (
+        fake_layers(plan.modules, quantized, rounded=calibrated) if qat else packed_layers(plan, quantized)
+    )
+    if undo_log is not None and qat and not calibrated:
+        undo_log.keep(model, plan.modules)  # their weight lives on
+    elif undo_log is not None:
         undo_log.record(model, plan.modules)
     for name, replacement in replacements.items():
         set_module(model, name, replacement)
     plan.module = replacements[plan.names[0]]
     plan.modules.clear()  # lets go of the weight
-    return packed_report(plan, quantized, relative_error, seconds + time.perf_counter() - started)
+    entry = packed_report(plan, quantized, relative_error, seconds + time.perf_counter() - started)
+    if qat:
+        bits = weight_of(plan.module).element_size() * 8
+        entry = replace(entry, status="fake-quantized", format=None, bits_per_weight=bits)
+    return entry
 
 
 def packed_layers(plan: LayerPlan, quantized: QuantizedWeight) -> dict[str, QuantLinear]:
@@ -318,55 +330,9 @@ def packed_report(plan: LayerPlan, quantized: QuantizedWeight, relative_error: f
         format=plan.scheme.format,
         num_bits=plan.scheme.weights.num_bits,
         relative_error=relative_error,
-        reason=_also_used(plan),
+        reason=f"also used as {', '.join(plan.names[1:])}" if len(plan.names) > 1 else None,
         seconds=seconds,
     )
-
-
-def _also_used(plan: LayerPlan) -> str | None:
-    return f"also used as {', '.join(plan.names[1:])}" if len(plan.names) > 1 else None
-
-
-def _fake_quantize(
-    model: nn.Module,
-    plans: list[LayerPlan],
-    recipes: dict[int, RTN | GPTQ],
-    report: QuantReport,
-    device: torch.device | str | None,
-    progress: bool,
-) -> None:
-    """Put FakeQuantLinears in the layers' places, all made before the first is, and complete the report."""
-    layers: dict[str, FakeQuantLinear] = {}
-    with progress_bar("Preparing", len(recipes), progress) as advance:
-        for plan in plans:
-            recipe, weight, started = recipes.get(id(plan)), getattr(plan.module, "weight", None), time.perf_counter()
-            if plan.scheme is None or not isinstance(recipe, RTN) or weight is None:
-                report.layers.append(_left_out(plan))
-                continue
-            made, relative_error = fake_quantized(plan.modules, plan.scheme, recipe, device)
-            layers |= made
-            entry = LayerReport(
-                name=plan.names[0],
-                status="fake-quantized",
-                num_parameters=weight.numel(),
-                bits_per_weight=weight.element_size() * 8,
-                scheme=plan.scheme.name,
-                num_bits=plan.scheme.weights.num_bits,
-                relative_error=relative_error,
-                reason=_also_used(plan),
-                seconds=time.perf_counter() - started,
-            )
-            report.layers.append(entry)
-            advance()
-    report.layers += other_parameters(model, plans)
-    report.num_parameters = sum(layer.num_parameters for layer in report.layers)
-    report.algorithm = f"QAT from {report.algorithm}"
-    report.warnings += _left_out_warnings(report)
-    for message in report.warnings:
-        warnings.warn(message, stacklevel=3)
-    for name, layer in layers.items():
-        set_module(model, name, layer)
-    mark_quantized(model, report)
 
 
 # -------------------------------------------------------------------------------------------------------------------- report
@@ -380,7 +346,7 @@ def _left_out(plan: LayerPlan) -> LayerReport:
 
 def other_parameters(model: nn.Module, plans: list[LayerPlan]) -> list[LayerReport]:
     """Account for every other parameter: matrices (embeddings) by name, vectors (norms, biases) as one entry."""
-    planned = {id(getattr(plan.module, "weight", None)) for plan in plans}
+    planned = {id(getattr(plan.module, name, None)) for plan in plans for name in ("weight", "weight_scale_log2")}
     entries, vectors, bits = [], 0, 0
     for name, parameter in model.named_parameters():
         if id(parameter) in planned:
