@@ -184,10 +184,13 @@ def prepare(name: str, arguments: argparse.Namespace, work: Path, problems: dict
         except (NotImplementedError, ValueError) as error:
             problems[scheme] = f"left out: {error}"
             continue
-        group_size = group_size_for(model) if scheme != "NF4" else None
+        if scheme == "NF4":  # has no checkpoint format: the worker quantizes
+            folders[scheme] = folders[BF16]
+            continue
+        group_size = group_size_for(model)
         packed = type(model).from_pretrained(folders[BF16], dtype=torch.bfloat16)
         quantize_(packed, QuantConfig(scheme, group_size=group_size, algorithm=RTN(scale_search="absmax")), progress=False)
-        contender = scheme if group_size is None else f"{scheme} g{group_size}"
+        contender = f"{scheme} g{group_size}"
         folders[contender] = work / scheme
         save_pretrained(packed, folders[contender])
     return folders
@@ -211,9 +214,14 @@ def group_size_for(model: nn.Module) -> int:
     return next(size for size in GROUP_SIZES if all(k % size == 0 for k in columns))
 
 
+def kind_of(contender: str) -> str:
+    """The worker's kind of a contender."""
+    return KINDS.get(contender, "torchq_nf4" if contender == "NF4" else "torchq")
+
+
 def check(contender: str, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     """Return errors of a packed model's loss and gradients; ends the program if they are wrong."""
-    with started("torchq", sys.executable, folder, arguments) as worker:
+    with started(kind_of(contender), sys.executable, folder, arguments) as worker:
         found = worker.ask("check", Setting(1, 64, False))
     if problem := wrong(found):
         raise SystemExit(f"{contender}: {problem}; nothing is timed")
@@ -236,8 +244,8 @@ def compare(
     with ExitStack() as stack:
         workers = {}
         for name, folder in folders.items():
-            kind = KINDS.get(name, "torchq")
-            python = sys.executable if kind in ("bf16", "torchq") else arguments.bnb_python
+            kind = kind_of(name)
+            python = arguments.bnb_python if kind.startswith("bitsandbytes") else sys.executable
             workers[name] = stack.enter_context(started(kind, python, folder, arguments))
         for setting in settings:
             console.print(f"{model} {setting.label}")

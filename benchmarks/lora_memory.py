@@ -120,7 +120,8 @@ def unknown_tensors(known: set[int], least: int) -> list[str]:
     gc.collect()
     found = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor) and thing.device.type == "cpu" and thing.layout == torch.strided:
+        real = type(thing) in (Tensor, nn.Parameter) and not torch._is_functional_tensor(thing)  # not what torch.compile left
+        if real and thing.device.type == "cpu" and thing.layout == torch.strided:
             storage = thing.untyped_storage()
             if storage.nbytes() >= least and storage.data_ptr() not in known:
                 found[storage.data_ptr()] = f"{thing.dtype} {list(thing.shape)}"

@@ -29,7 +29,7 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-KINDS = ("bf16", "bitsandbytes", "bitsandbytes_prepared", "torchq")
+KINDS = ("bf16", "bitsandbytes", "bitsandbytes_prepared", "torchq", "torchq_nf4")
 RANK, ALPHA = 16, 32
 
 
@@ -50,7 +50,7 @@ def main() -> None:
         if request["do"] == "step":
             answer: dict[str, Any] = training.step()
         elif request["do"] == "check":
-            answer = check(training, arguments.folder)
+            answer = check(training, arguments.kind, arguments.folder)
         else:
             answer = training.measure()
         print(json.dumps(answer), file=answers, flush=True)
@@ -61,10 +61,10 @@ def main() -> None:
 
 def load(kind: str, folder: str) -> nn.Module:
     """Return the base model on the CPU, its 16-bit weights in bfloat16."""
-    if kind == "torchq":
-        from torchq import load_pretrained, prepare_for_training
+    if kind.startswith("torchq"):
+        from torchq import prepare_for_training
 
-        return prepare_for_training(load_pretrained(folder))
+        return prepare_for_training(packed_model(kind, folder))
     if kind == "bf16":
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     from transformers import BitsAndBytesConfig
@@ -75,6 +75,17 @@ def load(kind: str, folder: str) -> nn.Module:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config, device_map={"": "cpu"})
     if kind == "bitsandbytes_prepared":
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return model
+
+
+def packed_model(kind: str, folder: str) -> nn.Module:
+    """Return torchq's model: from its own folder, or for NF4, which has no checkpoint format, quantized from the 16-bit one."""
+    from torchq import load_pretrained, quantize_
+
+    if kind == "torchq":
+        return load_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    quantize_(model, "NF4", progress=False)
     return model
 
 
@@ -205,15 +216,15 @@ def step_flops(model: nn.Module, tokens: int) -> float:
 # ------------------------------------------------------------------------------------------------------------------ checking
 
 
-def check(training: Training, folder: str) -> dict[str, float]:
+def check(training: Training, kind: str, folder: str) -> dict[str, float]:
     """Return the errors of a packed model and of its dequantized twin in bfloat16; see :func:`errors`."""
-    from torchq import load_pretrained
+    from torchq import dequantize_
 
     disturb_adapters(training.model)
     packed = gradients(training.model, training.ids, training.autocast)
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
-        twin = add_adapters(load_pretrained(folder, dequantize=True, dtype=dtype))
+        twin = add_adapters(dequantize_(packed_model(kind, folder)).to(dtype))
         disturb_adapters(twin)
         found[dtype] = gradients(twin, training.ids, training.autocast and dtype == torch.bfloat16)
     return errors(found[torch.float32], {"packed": packed, "twin": found[torch.bfloat16]})
