@@ -14,7 +14,7 @@ Where blocks do not end with rows, and on GPUs, whose kernel writes rows, the pa
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -78,11 +78,22 @@ def nf4_linear(
     tensors = packed, absmax, nested_scale, nested_offset
     _check_nf4_linear_args(x, tensors, bias, n, k, block_size)
     tokens = x.reshape(-1, k)
-    y = x.new_empty(tokens.shape[0], n)
-    for rows in _parts(n, k, 1, x.device) if y.numel() else ():
+
+    def part(rows: slice) -> Tensor:
         weight = _rows(tensors, n, k, block_size, x.dtype, rows)
-        y[:, rows] = linear(tokens, weight, None if bias is None else bias[rows])
-    return y.view(*x.shape[:-1], n)
+        return linear(tokens, weight, None if bias is None else bias[rows])
+
+    return _in_parts(tokens, n, list(_parts(n, k, 1, x.device)), part).view(*x.shape[:-1], n)
+
+
+def _in_parts(x: Tensor, size: int, parts: list[slice], part: Callable[[slice], Tensor]) -> Tensor:
+    """A product [M, size] of x [M, J], put together of its columns."""
+    if len(parts) == 1 and x.shape[0]:
+        return part(parts[0]).to(x.dtype).contiguous()  # autocast reaches F.linear
+    y = x.new_empty(x.shape[0], size)
+    for columns in parts if x.shape[0] else ():
+        y[:, columns] = part(columns)
+    return y
 
 
 def _parts(size: int, other: int, unit: int, device: torch.device) -> Iterator[slice]:
@@ -124,13 +135,14 @@ def nf4_linear_input_grad(
         return _input_grad_by_rows(grad_y, tensors, n, k, block_size)
     codes, scales = packed.view(n, -1), decompress_absmax(absmax, nested_scale, nested_offset).view(n, -1)
     grads = grad_y.reshape(-1, n)
-    grad_x = grads.new_empty(grads.shape[0], k)
-    for columns in _parts(k, n, block_size, grads.device) if grad_x.numel() else ():
+
+    def part(columns: slice) -> Tensor:
         weight = grads.new_empty(n, columns.stop - columns.start)
         blocks = slice(columns.start // block_size, columns.stop // block_size)
         decode(codes[:, columns.start // 2 : columns.stop // 2], scales[:, blocks], weight)
-        grad_x[:, columns] = linear(grads, weight.t())
-    return grad_x.view(*grad_y.shape[:-1], k)
+        return linear(grads, weight.t())
+
+    return _in_parts(grads, k, list(_parts(k, n, block_size, grads.device)), part).view(*grad_y.shape[:-1], k)
 
 
 def _input_grad_by_rows(grad_y: Tensor, tensors: tuple[Tensor, ...], n: int, k: int, block_size: int) -> Tensor:
