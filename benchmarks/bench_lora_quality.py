@@ -5,7 +5,9 @@ The same adapters, data and steps for all, over several seeds; SmolLM2-135M, Pyt
     python benchmarks/bench_lora_quality.py --save
 
 Contenders: the 16-bit base; the packed base; the packed base, merge-aware. What was trained on the packed base is merged in every
-way; with --recalibrate also to 16 bits and quantized again with GPTQ on the training text (the first seed only).
+way; with --recalibrate also to 16 bits and quantized again with GPTQ on the training text (the first seed only). With
+--calibrate the base is quantized with GPTQ, on the training text, instead of to the nearest; with --init-from-error adapters
+start at what quantizing lost.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from torch import Tensor, nn
 
 from torchq import QuantConfig, prepare_for_training, quantize_
 from torchq.evaluation.divergence import english_text, measure_divergence, token_windows
-from torchq.integrations.peft_merge import merge_adapters
+from torchq.integrations.peft_merge import init_from_quantization_error, merge_adapters
 from torchq.testing import smollm2
 
+KINDS = ("16-bit", "packed", "merge-aware")
 MERGES = ("same_grid", "new_scales", "dithered", "float")
 
 
@@ -41,15 +44,25 @@ def loss_of(model: Any, windows: list[Tensor]) -> float:
     return statistics.fmean(losses)
 
 
-def wrap(base: nn.Module, kind: str, args: argparse.Namespace, seed: int) -> Any:
-    """A model with a new adapter."""
+def packed_base(base: nn.Module, windows: list[Tensor], args: argparse.Namespace) -> nn.Module:
+    """The quantized base, calibrated on 256 of the training windows where that is asked for."""
     model = copy.deepcopy(base)
+    calibration = windows[:256] if args.calibrate else None
+    quantize_(model, QuantConfig(args.scheme, group_size=args.group_size), calibration=calibration, progress=False)
+    return model
+
+
+def wrap(base: nn.Module, packed: nn.Module, kind: str, args: argparse.Namespace, seed: int) -> Any:
+    """A model with a new adapter."""
+    model = copy.deepcopy(base if kind == "16-bit" else packed)
     if kind != "16-bit":
-        quantize_(model, QuantConfig(args.scheme, group_size=args.group_size), progress=False)
         prepare_for_training(model, merge_aware=kind == "merge-aware")
     torch.manual_seed(seed)
     lora = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(model, lora)
+    model = get_peft_model(model, lora)
+    if kind != "16-bit" and args.init_from_error:
+        init_from_quantization_error(model, base)
+    return model
 
 
 def train(model: Any, windows: list[Tensor], args: argparse.Namespace, seed: int) -> tuple[list[float], float]:
@@ -99,7 +112,12 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--calibrate", action="store_true", help="the packed base comes from GPTQ on the training text")
+    parser.add_argument("--init-from-error", action="store_true", help="adapters start at what quantizing lost")
+    parser.add_argument("--no-merge", action="store_true", help="only the curves")
     parser.add_argument("--recalibrate", action="store_true")
+    parser.add_argument("--name", default="lora_quality", help="of the file of results")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
@@ -107,10 +125,11 @@ def main() -> None:
     base, tokenizer = smollm2()
     windows = token_windows(tokenizer, english_text(), num_windows=112_000 // args.length, length=args.length)
     training, held_out = windows[:-64], windows[-32:]  # 32 windows between them belong to neither
+    packed = packed_base(base, training, args)
     runs = []
     for seed in range(args.seeds):
-        for kind in ("16-bit", "packed", "merge-aware"):
-            model = wrap(base, kind, args, seed)
+        for kind in args.kinds:
+            model = wrap(base, packed, kind, args, seed)
             before = loss_of(model, held_out)
             losses, seconds = train(model, training, args, seed)
             after = loss_of(model, held_out)
@@ -122,7 +141,7 @@ def main() -> None:
                 "losses": losses,
                 "seconds": seconds,
             }
-            if kind != "16-bit":
+            if kind != "16-bit" and not args.no_merge:
                 run["merged"] = merges_of(model, kind, held_out, before - after, before)
             if kind == "packed" and seed == 0 and args.recalibrate:
                 loss, kl = recalibrated(model, base, training, held_out, args)
@@ -133,7 +152,7 @@ def main() -> None:
             )
     report(runs, args)
     if args.save:
-        save_results("lora_quality", {"settings": vars(args), "machine_now": machine(), "runs": runs})
+        save_results(args.name, {"settings": vars(args), "machine_now": machine(), "runs": runs})
 
 
 def report(runs: list[dict[str, Any]], args: argparse.Namespace) -> None:
@@ -145,9 +164,11 @@ def report(runs: list[dict[str, Any]], args: argparse.Namespace) -> None:
     kinds = list(dict.fromkeys(run["kind"] for run in runs))
     rows = [[kind, over_seeds(kind, lambda run: run["before"]), over_seeds(kind, lambda run: run["after"])] for kind in kinds]
     print_table(f"held-out loss over {args.seeds} seeds", ["base", "before", f"after {args.steps} steps"], rows)
+    if args.no_merge or "packed" not in kinds:
+        return
     gain = statistics.fmean(run["before"] - run["after"] for run in runs if run["kind"] == "packed")
     rows = []
-    for kind in ("packed", "merge-aware"):
+    for kind in [kind for kind in kinds if kind != "16-bit"]:
         for how in dict.fromkeys(how for run in runs if run["kind"] == kind for how in run["merged"]):
             found = [(run, run["merged"][how]) for run in runs if run["kind"] == kind and how in run["merged"]]
             kept = [merged["gain_kept"] for _, merged in found]
