@@ -1,5 +1,7 @@
 """torchq: quantize Hugging Face models in place, run them packed, save checkpoints that vLLM loads as they are."""
 
+from typing import TYPE_CHECKING, Any
+
 from torchq._version import __version__
 from torchq.algorithms.awq import AWQ
 from torchq.algorithms.gptq import GPTQ
@@ -18,10 +20,14 @@ from torchq.siblings import fuse_siblings_
 from torchq.training import prepare_for_training
 from torchq.warmup import warmup
 
+if TYPE_CHECKING:
+    from torchq.kv_cache import FP8KVCache
+
 __all__ = [
     "AWQ",
     "GPTQ",
     "RTN",
+    "FP8KVCache",
     "QuantArgs",
     "QuantConfig",
     "QuantLinear",
@@ -38,3 +44,12 @@ __all__ = [
     "save_pretrained",
     "warmup",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs transformers when it is used."""
+    if name == "FP8KVCache":
+        from torchq.kv_cache import FP8KVCache
+
+        return FP8KVCache
+    raise AttributeError(f"module 'torchq' has no attribute {name!r}")

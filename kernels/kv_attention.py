@@ -1,0 +1,408 @@
+"""Attention over a quantized KV cache, read as it is stored: no 16-bit copy of the cache is made.
+
+On GPUs few queries (decoding) go to a split-KV Triton kernel (:mod:`torchq.kernels.kv_cache_triton`). Everywhere else, and for
+many queries, blocks of keys and values are decoded and multiplied one after the other, with softmax kept up as in FlashAttention
+(Dao et al. 2022, arXiv:2205.14135). Storage: :mod:`torchq.kernels.kv_cache`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchq.kernels import w8a16_cpu
+from torchq.kernels.dispatch import gpu_of
+from torchq.kernels.kv_cache import dequantize_kv
+from torchq.kernels.registration import register_op
+
+_BLOCK_VALUES = 1 << 20  # keys or values decoded at a time: 2 MB in 16 bits
+_BLOCK_SCORES = 1 << 22
+_KERNEL_ROWS = 64  # queries times heads per key/value head, up to which the kernel for decoding is used
+_PACK_ROWS, _PACK_COLUMNS, _PACK_ALIGNMENT = 4, 16, 32  # what PyTorch's int8 kernel reads, see kernels/w8a16_cpu.py
+_UP = 2.0**60  # keeps products with codes that are 2^-120 of their values away from the smallest numbers of bfloat16
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Keys (or values, transposed) of some sequences and heads, in their format."""
+
+    codes: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+    kv_format: str
+
+    def at(self, batch: slice, heads: slice, slots: slice, transposed: bool) -> _Side:
+        """Those of some slots: codes [b, h, n, D], or [b, h, D, n]."""
+        codes = self.codes[batch, heads]
+        rest = [None if t is None else t[batch, heads, :, slots] for t in (self.scale, self.zero)]
+        return _Side(codes[..., slots] if transposed else codes[:, :, slots], rest[0], rest[1], self.kv_format)
+
+
+@register_op("torchq::kv_attention")
+def kv_attention(
+    query: Tensor,
+    key_codes: Tensor,
+    key_scale: Tensor | None,
+    key_zero: Tensor | None,
+    value_codes: Tensor,
+    value_scale: Tensor | None,
+    value_zero: Tensor | None,
+    extra_keys: Tensor | None,
+    extra_values: Tensor | None,
+    length: Tensor,
+    mask: Tensor | None,
+    mask_offset: Tensor,
+    sinks: Tensor | None,
+    key_format: str,
+    value_format: str,
+    scaling: float,
+    softcap: float,
+    window: int,
+    num_first: int,
+) -> Tensor:
+    """Attention of the last q tokens of a cache over all tokens in it.
+
+    Args:
+        query: [B, Hq, q, D], Hq a multiple of H; query i is at position length - q + i.
+        key_codes: The cache's keys, the q newest in it; this and the next five as in :mod:`torchq.kernels.kv_cache`.
+        key_scale: Scales of keys, or None.
+        key_zero: Zero points of keys, or None.
+        value_codes: The cache's values.
+        value_scale: Scales of values, or None.
+        value_zero: Zero points of values, or None.
+        extra_keys: [B, H, E, D], or None: the first ``num_first`` tokens and a ring of the last E - num_first ones, in 16 bits,
+            to be read instead of what the cache has of them.
+        extra_values: [B, H, E, Dv].
+        length: How many tokens were stored, the q newest included, int64 [].
+        mask: None (causal), or [B or 1, Hq or 1, q, L]: bool, True where a query may look, or floating point, added to scores.
+        mask_offset: The position that the mask's first column stands for, int64 []; positions without a column are hidden.
+        sinks: [Hq]: a logit per head that takes part in softmax's sum alone (gpt-oss), or None.
+        key_format: One of ``torchq.kernels.kv_cache.FORMATS``.
+        value_format: The same.
+        scaling: Scores are scaling * q.k.
+        softcap: c of c * tanh(score / c); 0: none.
+        window: How many positions, its own included, a query looks back; 0: all.
+        num_first: See ``extra_keys``.
+
+    Returns:
+        [B, Hq, q, Dv] in the dtype of ``query``; 0 where a query may look at nothing.
+    """
+    stored = (key_codes, key_scale, key_zero, value_codes, value_scale, value_zero)
+    rows = query.shape[2] * (query.shape[1] // key_codes.shape[1])
+    if gpu_of(query.device) is not None and extra_keys is None and rows <= _KERNEL_ROWS:
+        from torchq.kernels.kv_cache_triton import attention_triton
+
+        options = (length, mask, mask_offset, scaling, softcap, window, sinks, key_format, value_format)
+        return attention_triton(query, *stored, *options)
+    keys, values = _Side(*stored[:3], key_format), _Side(*stored[3:], value_format)
+    extras = None
+    if extra_keys is not None:
+        assert extra_values is not None
+        extras = _Side(extra_keys, None, None, "16bit"), _Side(extra_values.transpose(-1, -2), None, None, "16bit")
+    looking = _Looking(int(length), mask, int(mask_offset), scaling, softcap, window)
+    return attention_ref(query, keys, values, extras, num_first, looking, sinks)
+
+
+@torch.library.register_fake("torchq::kv_attention")
+def _(
+    query,
+    key_codes,
+    key_scale,
+    key_zero,
+    value_codes,
+    value_scale,
+    value_zero,
+    extra_keys,
+    extra_values,
+    length,
+    mask,
+    mask_offset,
+    sinks,
+    key_format,
+    value_format,
+    scaling,
+    softcap,
+    window,
+    num_first,
+):
+    dim = value_codes.shape[2] * (2 if value_format == "int4" else 1)
+    return query.new_empty(*query.shape[:3], dim)
+
+
+@dataclass(frozen=True)
+class _Looking:
+    """What queries may look at, and how scores come from products; see :func:`kv_attention`."""
+
+    length: int
+    mask: Tensor | None
+    mask_offset: int
+    scaling: float
+    softcap: float
+    window: int
+
+    def scores(self, products: Tensor, batch: slice, heads: slice, first: int, rep: int) -> Tensor:
+        """Scores from products [b, h, rep * q, n] float32 with keys from position ``first`` on; -inf where hidden."""
+        b, h, rows, n = products.shape
+        q = rows // rep
+        scores = products.mul_(self.scaling)
+        if self.softcap:
+            scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        scores = scores.view(b, h, rep, q, n)
+        newest = torch.arange(self.length - q, self.length, device=scores.device)[:, None]
+        position = torch.arange(first, first + n, device=scores.device)
+        if self.mask is None:
+            if q > 1 and first + n > self.length - q + 1:
+                scores.masked_fill_(position > newest, -torch.inf)
+        else:
+            columns = slice(first - self.mask_offset, first - self.mask_offset + n)
+            mask = self.mask if self.mask.shape[0] == 1 else self.mask[batch]
+            mask = mask[..., columns].unsqueeze(2) if mask.shape[1] == 1 else mask[..., columns].unflatten(1, (-1, rep))[:, heads]
+            scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
+        if self.window and first <= self.length - 1 - self.window:
+            scores.masked_fill_(position <= newest - self.window, -torch.inf)
+        return scores.view(b, h, rows, n)
+
+    def positions(self, q: int) -> tuple[int, int]:
+        """The first and the last but one of the positions that any of q queries may look at."""
+        first, stop = 0, self.length
+        if self.window:
+            first = max(first, self.length - q + 1 - self.window)
+        if self.mask is not None:
+            first = max(first, self.mask_offset)
+            stop = min(stop, self.mask_offset + self.mask.shape[-1])
+        return first, stop
+
+
+def attention_ref(
+    query: Tensor,
+    keys: _Side,
+    values: _Side,
+    extras: tuple[_Side, _Side] | None,
+    num_first: int,
+    looking: _Looking,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Do what :func:`kv_attention` does, block by block, in plain PyTorch, on any device."""
+    b, hq, q, d = query.shape
+    h = keys.codes.shape[1]
+    rep = hq // h
+    rows = _Rows.of(query.reshape(b, h, rep * q, d), keys.kv_format)
+    dim = values.codes.shape[2] * (2 if values.kv_format == "int4" else 1)
+    out = query.new_empty(b, h, rep * q, dim)
+    stretches = list(_stretches(keys, values, extras, num_first, looking, q))
+    longest = max((n for *_, n in stretches), default=1)
+    narrow = rows.quantized is not None and values.kv_format == "int8"  # nothing is decoded
+    for batch, heads in _head_blocks(b, h, longest * rep * q if narrow else longest * d):
+        block = rows.at(batch, heads)
+        state = _Softmax(block.rows, dim)
+        step = max(1, min(_BLOCK_VALUES // d, _BLOCK_SCORES // (rep * q)))
+        for key, value, slot, first, count in stretches:
+            for start in range(0, count, step):
+                slots = slice(slot + start, slot + min(count, start + step))
+                products = _products(block, key.at(batch, heads, slots, False))
+                scores = looking.scores(products, batch, heads, first + start, rep)
+                state.add(scores, value.at(batch, heads, slots, True))
+        out[batch, heads] = state.result(None if sinks is None else sinks.view(h, rep, 1)[heads].expand(-1, -1, q).flatten(1))
+    return out.view(b, hq, q, dim)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Queries [b, h, rows, D]; for fast products with int8 also as the sum of two int8 tensors, ``unit`` * (128 * high + low)."""
+
+    rows: Tensor
+    quantized: Tensor | None = None  # [b, h, 2 * rows, D]: high, low
+    unit: Tensor | None = None
+
+    @classmethod
+    def of(cls, rows: Tensor, key_format: str) -> _Rows:
+        if key_format != "int8" or rows.dtype != torch.bfloat16 or not _int8_is_fast(rows):
+            return cls(rows)
+        wide = rows.float()
+        unit = wide.abs().amax(-1, keepdim=True).clamp_min_(1e-30).div_(127.0 * 128)
+        whole = wide.div_(unit).round_()
+        high = (whole / 128).round_()
+        return cls(rows, torch.cat([high, whole.sub_(high, alpha=128)], 2).to(torch.int8), unit)
+
+    def at(self, batch: slice, heads: slice) -> _Rows:
+        quantized, unit = (None if t is None else t[batch, heads] for t in (self.quantized, self.unit))
+        return _Rows(self.rows[batch, heads], quantized, unit)
+
+
+def _stretches(
+    keys: _Side, values: _Side, extras: tuple[_Side, _Side] | None, num_first: int, looking: _Looking, q: int
+) -> Iterator[tuple[_Side, _Side, int, int, int]]:
+    """(Keys, values, first slot, its position, how many): stretches of slots whose positions follow on each other."""
+    first, stop = looking.positions(q)
+    in_ring = looking.length
+    if extras is not None:
+        ring = extras[0].codes.shape[2] - num_first
+        in_ring = max(num_first, looking.length - ring)
+        for slot, position, count in _ring(max(first, in_ring), stop, ring, num_first):
+            yield *extras, slot, position, count
+        if first < min(num_first, stop):
+            yield *extras, first, first, min(num_first, stop) - first
+        first, stop = max(first, num_first), min(stop, in_ring)
+    slots = keys.codes.shape[2]
+    for slot, position, count in _ring(max(first, looking.length - slots), stop, slots, 0):
+        yield keys, values, slot, position, count
+
+
+def _ring(first: int, stop: int, slots: int, base: int) -> Iterator[tuple[int, int, int]]:
+    """(Slot, position, how many) of positions ``first`` to ``stop`` in a ring that starts at slot (and position) ``base``."""
+    while first < stop:
+        slot = (first - base) % slots
+        count = min(stop - first, slots - slot)
+        yield base + slot, first, count
+        first += count
+
+
+def _head_blocks(b: int, h: int, values_per_head: int) -> Iterator[tuple[slice, slice]]:
+    """Sequences and heads to take at a time."""
+    most = max(1, _BLOCK_VALUES // max(1, values_per_head))
+    if most >= h:
+        for start in range(0, b, most // h):
+            yield slice(start, min(b, start + most // h)), slice(None)
+        return
+    for sequence in range(b):
+        for start in range(0, h, most):
+            yield slice(sequence, sequence + 1), slice(start, start + most)
+
+
+class _Softmax:
+    """Softmax-weighted sums of values, over blocks of keys that come one after the other."""
+
+    def __init__(self, rows: Tensor, dim: int) -> None:
+        self.rows, self.dim = rows, dim
+        self.most = self.total = self.sums = rows.new_empty(0)
+
+    def add(self, scores: Tensor, values: _Side) -> None:
+        """Take a block: scores [b, h, rows, n], values [b, h, Dv, n]."""
+        first = self.most.numel() == 0
+        most = scores.amax(-1, keepdim=True)
+        most = most if first else torch.maximum(most, self.most)
+        shift = most.clamp_min(torch.finfo(most.dtype).min)  # where all is hidden
+        weights = scores.sub_(shift).exp_()
+        total, sums = weights.sum(-1, keepdim=True), _weighted_sums(weights, values, self.rows.dtype)
+        if not first:
+            decay = (self.most - shift).exp_()
+            total, sums = total.addcmul_(self.total, decay), sums.addcmul_(self.sums, decay)
+        self.most, self.total, self.sums = most, total, sums
+
+    def result(self, sinks: Tensor | None) -> Tensor:
+        """[b, h, rows, Dv]; ``sinks``: [h, rows]."""
+        if self.most.numel() == 0:
+            return self.rows.new_zeros(*self.rows.shape[:3], self.dim)
+        total = self.total
+        if sinks is not None:
+            total = total + (sinks.to(total.dtype)[None, :, :, None] - self.most).exp_()
+        return self.sums.div_(total).masked_fill_(self.total == 0, 0)
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _compute_dtype(query: Tensor) -> torch.dtype:
+    """bfloat16 stays, also float16 on a GPU; everything else is computed in float32 (float64)."""
+    if query.dtype == torch.bfloat16 or (query.dtype == torch.float16 and query.device.type != "cpu"):
+        return query.dtype
+    return _accumulator(query.dtype)
+
+
+def _products(rows: _Rows, keys: _Side) -> Tensor:
+    """Inner products [b, h, rows, n] of queries with keys, float32 (float64)."""
+    dtype = _compute_dtype(rows.rows)
+    if rows.quantized is not None and keys.kv_format == "int8":
+        return _int8_products(rows, keys)
+    if keys.kv_format == "fp8" and keys.codes.device.type == "cpu" and dtype == torch.bfloat16:
+        assert keys.scale is not None
+        return _wide_products(rows.rows * _UP, _small_fp8(keys.codes)).mul_(keys.scale * _UP)
+    scale = None if keys.scale is None else keys.scale.transpose(-1, -2)
+    zero = None if keys.zero is None else keys.zero.transpose(-1, -2)
+    return _wide_products(rows.rows.to(dtype), dequantize_kv(keys.codes, scale, zero, keys.kv_format, dtype))
+
+
+def _wide_products(rows: Tensor, keys: Tensor) -> Tensor:
+    """Products of tensors of one dtype, in no less than float32.
+
+    A CPU rounds sums of bfloat16 products to bfloat16, which is too little for scores. What was lost comes from a second product,
+    from which the first is subtracted before it is rounded.
+    """
+    flat, keys_t = rows.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)
+    sums = torch.bmm(flat, keys_t)
+    if sums.dtype in (torch.bfloat16, torch.float16):
+        sums = sums.float().add_(torch.baddbmm(sums, flat, keys_t, beta=-1))
+    return sums.view(*rows.shape[:3], -1)
+
+
+def _weighted_sums(weights: Tensor, values: _Side, query_dtype: torch.dtype) -> Tensor:
+    """Sums [b, h, rows, Dv] of values weighted by ``weights`` [b, h, rows, n]."""
+    cpu_bfloat16 = query_dtype == torch.bfloat16 and weights.device.type == "cpu"
+    if values.kv_format == "int8" and cpu_bfloat16 and _int8_is_fast(weights) and values.codes.shape[2] % _PACK_ROWS == 0:
+        assert values.scale is not None
+        return _int8_sums((weights * values.scale).to(torch.bfloat16), values.codes)
+    if values.kv_format == "fp8" and cpu_bfloat16:
+        assert values.scale is not None
+        weighted, up = (weights * values.scale * _UP).to(torch.bfloat16), _UP
+        decoded = _small_fp8(values.codes)
+    else:
+        dtype = query_dtype if query_dtype in (torch.bfloat16, torch.float16) else weights.dtype
+        if query_dtype == torch.float16 and weights.device.type == "cpu":
+            dtype = torch.float32
+        weighted, up = weights.to(dtype), 1.0
+        scale = None if values.scale is None else values.scale.transpose(-1, -2)
+        zero = None if values.zero is None else values.zero.transpose(-1, -2)
+        codes = values.codes.transpose(-1, -2)
+        decoded = dequantize_kv(codes, scale, zero, values.kv_format, dtype).transpose(-1, -2)
+    sums = torch.bmm(weighted.flatten(0, 1), decoded.flatten(0, 1).transpose(1, 2))
+    return sums.to(weights.dtype).mul_(up).view(*weights.shape[:3], -1)
+
+
+def _small_fp8(codes: Tensor) -> Tensor:
+    """e4m3 values times 2^-120, in bfloat16: their bits moved to where bfloat16 has them (:func:`torchq.kernels.fp8.decode_fp8`).
+
+    Processors may take those below 2^-6 (of at most 448) for 0, an error of less than 2^-14 of a token's largest value.
+    """
+    return codes.view(torch.int8).to(torch.int16).mul_(16).bitwise_and_(-0x7810).view(torch.bfloat16)
+
+
+def _int8_is_fast(rows: Tensor) -> bool:
+    """Whether PyTorch has faster kernels for products of these [b, h, rows, ...] with int8 than for those in 16 bits."""
+    return rows.device.type == "cpu" and rows.shape[2] <= w8a16_cpu.MAX_NATIVE_TOKENS and _has_int8_kernels()
+
+
+@functools.cache
+def _has_int8_kernels() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and w8a16_cpu.is_available()
+
+
+def _int8_products(rows: _Rows, keys: _Side) -> Tensor:
+    """Products with int8 keys: exact, but for the queries' having 15 bits."""
+    assert rows.quantized is not None and rows.unit is not None and keys.scale is not None
+    b, h, twice, _ = rows.quantized.shape
+    sums = torch.empty(b * h, twice, keys.codes.shape[2], dtype=torch.int32)
+    for i, (row, head) in enumerate(zip(rows.quantized.flatten(0, 1), keys.codes.flatten(0, 1), strict=True)):
+        torch._int_mm(row, head.t(), out=sums[i])
+    high, low = sums.view(b, h, 2, twice // 2, -1).unbind(2)
+    return torch.add(low, high, alpha=128).mul(keys.scale.float()).mul_(rows.unit)
+
+
+def _int8_sums(weights: Tensor, codes: Tensor) -> Tensor:
+    """Sums [b, h, rows, D] of int8 codes [b, h, D, n] weighted by bfloat16 weights [b, h, rows, n]."""
+    dim, n = codes.shape[2:]
+    padded = -(-n // _PACK_COLUMNS) * _PACK_COLUMNS
+    ones, sums = weights.new_ones(dim), []
+    copy = codes.new_zeros(dim, padded)
+    weights = weights if n == padded else F.pad(weights, (0, padded - n))
+    for row, head in zip(weights.flatten(0, 1), codes.flatten(0, 1), strict=True):
+        if n != padded or not head.is_contiguous() or head.data_ptr() % _PACK_ALIGNMENT:
+            copy[:, :n] = head
+            head = copy
+        sums.append(torch._weight_int8pack_mm(row if row.data_ptr() % _PACK_ALIGNMENT == 0 else row.clone(), head, ones))
+    return torch.stack(sums).float().view(*weights.shape[:3], dim)

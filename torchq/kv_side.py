@@ -1,0 +1,105 @@
+"""One side of a layer of a quantized KV cache, keys or values: reading, moving, and the rotation of keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from torchq.kernels.kv_cache import GROUP_SIZE, dequantize_kv
+
+_BLOCK_VALUES = 1 << 20  # dequantized at a time
+
+
+@dataclass
+class Side:
+    """Keys, or values (transposed), as :mod:`torchq.kernels.kv_cache` stores them."""
+
+    codes: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+    transposed: bool
+    static: bool = False
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What grows, is reordered and counts as memory: all but static scales."""
+        found = {"codes": self.codes, "scale": None if self.static else self.scale, "zero": self.zero}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def map(self, change: Callable[..., Tensor]) -> None:
+        """Replace each tensor by ``change(tensor, dim=its dimension of slots)``."""
+        for name, tensor in self.tensors().items():
+            by_tokens = name == "codes" and not self.transposed
+            setattr(self, name, _bytewise(tensor, partial(change, dim=2 if by_tokens else -1)))
+
+    def read(self, slots: slice | Tensor, kv_format: str, dtype: torch.dtype) -> Tensor:
+        """Dequantize [B, H, n, D]."""
+
+        def pick(tensor: Tensor | None, dim: int) -> Tensor | None:
+            if tensor is None:
+                return None
+            if isinstance(slots, Tensor):
+                return _bytewise(tensor, lambda t: t.index_select(dim, slots))
+            return tensor.narrow(dim, slots.start, slots.stop - slots.start)
+
+        codes = pick(self.codes, 3 if self.transposed else 2)
+        assert codes is not None
+        scale, zero = pick(self.scale, 3), pick(self.zero, 3)
+        return dequantize_kv(
+            codes.transpose(-1, -2) if self.transposed else codes,
+            None if scale is None else scale.transpose(-1, -2),
+            None if zero is None else zero.transpose(-1, -2),
+            kv_format,
+            dtype,
+        )
+
+    def read_runs(self, runs: list[tuple[int, int]], kv_format: str, dtype: torch.dtype) -> Tensor:
+        """Dequantize the (first slot, how many) of ``runs`` into one tensor, without wide intermediates of its size."""
+        if torch.compiler.is_compiling() and len(runs) == 1:
+            return self.read(slice(runs[0][0], sum(runs[0])), kv_format, dtype)
+        b, h, *shape = self.codes.shape
+        dim = shape[0 if self.transposed else 1] * (2 if kv_format == "int4" else 1)
+        out = torch.empty(b, h, sum(n for _, n in runs), dim, dtype=dtype, device=self.codes.device)
+        step, target = max(1, _BLOCK_VALUES // (b * h * dim)), 0
+        for slot, count in runs:
+            for start in range(slot, slot + count, step):
+                stop = min(slot + count, start + step)
+                out[:, :, target : target + stop - start] = self.read(slice(start, stop), kv_format, dtype)
+                target += stop - start
+        return out
+
+
+def check_head_dim(kv_format: str, dim: int) -> None:
+    """Raise ValueError if a format cannot hold heads of ``dim`` channels."""
+    if kv_format == "int4" and dim % (2 * GROUP_SIZE):
+        raise ValueError(f"dtype: 'int4' needs a head_dim that {2 * GROUP_SIZE} divides, got {dim}; use 'int8' or 'fp8'")
+
+
+@cache
+def _hadamard(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The orthonormal, symmetric Hadamard matrix of a power of two."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (matrix / math.sqrt(size)).to(device, dtype)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Multiply [..., D] by an orthonormal, symmetric matrix: Hadamard's, in blocks of the largest power of two that divides D.
+
+    It spreads outlier channels over all, and leaves products of rotated queries and rotated keys what they were; twice is not at
+    all (QuaRot, Ashkboos et al. 2024, arXiv:2404.00456).
+    """
+    size = x.shape[-1] & -x.shape[-1]
+    return (x.unflatten(-1, (-1, size)) @ _hadamard(size, x.dtype, x.device)).flatten(-2)
+
+
+def _bytewise(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply an indexing operation to fp8 codes as bytes: not every device and release has it for them."""
+    if tensor.dtype != torch.float8_e4m3fn:
+        return change(tensor)
+    return change(tensor.view(torch.uint8)).view(torch.float8_e4m3fn)
