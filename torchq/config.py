@@ -46,9 +46,9 @@ class QuantConfig:
         ignore: Which of them to leave in 16 bits. The default, ``("lm_head",)``, means the model's output embedding whatever its
             name, if it has one.
         overrides: Pattern -> scheme name, Scheme, or None (leave in 16 bits). The first matching one counts.
-        kv_cache: ``"fp8"`` to measure static scales of keys and values on the calibration data, which readers store in fp8 (e4m3)
-            by: one per layer for the keys and one for the values; ``"fp8_head"`` for one per key-value head (:mod:`torchq.kv_scales`).
-            None: no scales, the cache stays in 16 bits.
+        kv_cache: ``"fp8"`` to measure static scales of keys and values on the calibration data, by which readers store them in
+            fp8 (e4m3): one per layer for the keys and one for the values; ``"fp8_head"`` for one per key-value head
+            (:mod:`torchq.kv_scales`). None: no scales, the cache stays in 16 bits.
         propagate: What a calibrated layer's inputs come from: ``"true_sequential"`` (a model in which every layer before it is
             quantized) or ``"float"`` (the 16-bit model).
         calibration_dtype: What the calibration's forward pass multiplies in: ``"bfloat16"`` (by ``torch.autocast``), ``"model"``

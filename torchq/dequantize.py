@@ -20,8 +20,9 @@ def dequantize_(model: Model, dtype: torch.dtype | None = None) -> Model:
     One layer at a time becomes an ``nn.Linear`` (transformers' ``Conv1D`` where it was one) with the dequantized weight, frozen
     as packed weights are (``requires_grad_()`` to train it), and with the layer's bias (the same Parameter, if that is of
     ``dtype`` too), hooks and training mode. A layer with several names stays one. What said that the model is quantized goes:
-    ``quant_report``, the config's ``quantization_config`` and flags,
-    static scales of the key-value cache (:func:`torchq.kv_scales.kv_scales` returns them before). Embeddings that quantizing untied stay so.
+    ``quant_report``, the config's ``quantization_config`` and flags, static scales of the key-value cache (which
+    :func:`torchq.kv_scales.kv_scales` returns before): plain checkpoints have no place for them. Embeddings that quantizing
+    untied stay so.
 
     Args:
         model: A model with packed layers; also one whose adapters hold them.

@@ -251,8 +251,8 @@ def check_kv_cache(config: QuantConfig, *, calibrated: bool, qat: bool = False) 
         )
     if not calibrated:
         raise ValueError(
-            f"kv_cache={config.kv_cache!r} has static scales, which need calibration data: pass quantize_(..., calibration=texts, "
-            "tokenizer=tokenizer) (--calibration FILE on the command line), or set kv_cache=None"
+            f"kv_cache={config.kv_cache!r} has static scales, which need calibration data: pass quantize_(..., "
+            "calibration=texts, tokenizer=tokenizer) (--calibration FILE on the command line), or set kv_cache=None"
         )
 
 

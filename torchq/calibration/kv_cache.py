@@ -45,11 +45,16 @@ def find_cached_attention(model: nn.Module, batch: Batch) -> dict[int, str]:
     Raises:
         TypeError: If it is not a transformers model.
         ValueError: If no module keeps keys and values in a cache, or one has attributes of the names of the scales.
-        NotImplementedError: If layers share a cache, one layer has two (cross attention), or it holds anything but
+        NotImplementedError: If layers share a cache, one layer has two (cross attention), or it holds latents, or anything but
             [B, H, T, head_dim].
     """
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         raise TypeError(f"kv_cache needs a transformers model, got {type(model).__name__}; {_REMEDY}")
+    if getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None:  # type: ignore[union-attr,operator]
+        raise NotImplementedError(
+            "kv_cache does not support multi-head latent attention (kv_lora_rank in the config): what it keeps are no keys and "
+            f"values, and vLLM stores both parts by one scale; {_REMEDY}"
+        )
     per_token = ("input_ids", "attention_mask", "position_ids", "decoder_input_ids", "decoder_attention_mask")
     inputs = {k: v[:, :_PROBED_TOKENS] if k in per_token else v for k, v in first_sequence(batch).items()}
     names = {id(module): name for name, module in model.named_modules()}
@@ -77,8 +82,8 @@ def _check(found: dict[int, list[nn.Module]], ran: list[nn.Module], names: dict[
     """Check that every layer has one cache of its own, and can be told by its ``layer_idx``."""
     if not found:
         raise ValueError(
-            "kv_cache: no attention layer of the model keeps keys and values in a cache (there is none, or it takes no "
-            f"transformers Cache): there is nothing to give scales to; {_REMEDY}"
+            "kv_cache: no attention layer of the model keeps keys and values in a cache: there is none, or it takes "
+            f"no transformers Cache or has no layer_idx; {_REMEDY}"
         )
     storing = [module for modules in found.values() for module in modules]
     twice = [f"layer {index} ({', '.join(names[id(m)] for m in modules)})" for index, modules in found.items() if modules[1:]]
@@ -168,8 +173,8 @@ def _absmax(model: nn.Module, layers: dict[int, str], batches: list[Batch]) -> d
     def record(module: nn.Module, layer_idx: int, key: Tensor, value: Tensor) -> None:
         if mask is not None and (key.shape[0], key.shape[2]) != tuple(mask.shape):
             raise ValueError(
-                f"kv_cache: {layers[layer_idx]} keeps {key.shape[2]} tokens of rows of {mask.shape[1]}, so what is padding cannot "
-                "be told; calibrate with rows of one length (packing=True, or a list of batches)"
+                f"kv_cache: {layers[layer_idx]} keeps {key.shape[2]} tokens of rows of {mask.shape[1]}: what is padding cannot be "
+                "told; calibrate with rows of one length (packing=True, or a list of batches)"
             )
         pair = _largest(key, mask), _largest(value, mask)
         if layer_idx in largest:
@@ -248,7 +253,7 @@ def _cache_argument(module: nn.Module) -> str | None:
 def _with_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Any, everywhere: bool
 ) -> tuple[bool, tuple[Any, ...], dict[str, Any]]:
-    """The arguments with a cache in the place of the one that there is (or of None, if ``everywhere``), and whether they have it."""
+    """Whether there is a cache (or ``everywhere``), and the arguments with ``cache`` in its place."""
     name = _cache_argument(module)
     assert name is not None
     position = list(inspect.signature(type(module).forward).parameters).index(name) - 1  # of self

@@ -264,7 +264,7 @@ def _check_finite(group: Group) -> None:
 
 
 def few_logits(model: nn.Module) -> dict[str, Any]:
-    """Return arguments that ask for one token's logits, where there are such: all of a large vocabulary may be more than the model."""
+    """Return arguments that ask for the logits of one token, if there are such: all of them may be more than the model."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 

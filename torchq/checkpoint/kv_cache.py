@@ -53,8 +53,8 @@ def place_kv_scales(model: nn.Module, strategy: str | None, header: Header) -> d
             placed[f"{name}.{kind}"] = dtype
     if not placed:
         raise ValueError(
-            "quantization_config has a kv_cache_scheme, but the checkpoint holds no k_scale and v_scale of attention modules of this "
-            "model; config.json does not belong to these weights, or set kv_cache_scheme to null"
+            "quantization_config has a kv_cache_scheme, but the checkpoint holds no k_scale and v_scale of this model's "
+            "attention modules; config.json does not belong to these weights, or set kv_cache_scheme to null"
         )
     lacking = [name for name, module in without if type(module) in kinds]
     if lacking:
@@ -107,6 +107,6 @@ def _check_shapes(strategy: str, tensors: Mapping[str, tuple[tuple[int, ...], to
         if not fits or shape != shapes[0] or not dtype.is_floating_point:
             wanted = "[heads, 1, 1]" if strategy == "attn_head" else "[1]"
             raise ValueError(
-                f"{name} is {dtype} {list(shape)} in the checkpoint, but kv_cache_scheme with strategy={strategy!r} needs floating "
-                f"point {wanted}, the same for keys and values; config.json does not belong to these weights"
+                f"{name} is {dtype} {list(shape)} in the checkpoint, but kv_cache_scheme with strategy={strategy!r} needs "
+                f"floating point {wanted}, the same for keys and values; config.json does not belong to these weights"
             )

@@ -144,7 +144,7 @@ def read_config(config: Mapping[str, Any]) -> ParsedConfig:
 
 
 def _read_kv_cache(fields: Mapping[str, Any]) -> str | None:
-    """Strategy of a ``kv_cache_scheme``. Another than static fp8 is an error: loaded without, the model would lose it in silence."""
+    """Strategy of a ``kv_cache_scheme``; other than static fp8 is an error, or the model would lose it in silence."""
     if not fields:
         return None
     strategy = fields.get("strategy") or "tensor"
