@@ -171,7 +171,7 @@ class QuantReport:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> QuantReport:
         """Read what :meth:`to_dict` wrote."""
-        keys = ("scheme", "algorithm", "num_parameters", "warnings", "torchq_version", "seconds", "timings")
+        keys: tuple[str, ...] = ("scheme", "algorithm", "num_parameters", "warnings", "torchq_version", "seconds", "timings")
         keys += ("kv_cache_strategy", "kv_cache_layers")
         fields = {key: data[key] for key in keys if key in data}
         folds = [FoldReport(**fold) for fold in data.get("folds", ())]

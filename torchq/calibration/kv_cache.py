@@ -173,8 +173,8 @@ def _absmax(model: nn.Module, layers: dict[int, str], batches: list[Batch]) -> d
     def record(module: nn.Module, layer_idx: int, key: Tensor, value: Tensor) -> None:
         if mask is not None and (key.shape[0], key.shape[2]) != tuple(mask.shape):
             raise ValueError(
-                f"kv_cache: {layers[layer_idx]} keeps {key.shape[2]} tokens of rows of {mask.shape[1]}: what is padding cannot be "
-                "told; calibrate with rows of one length (packing=True, or a list of batches)"
+                f"kv_cache: {layers[layer_idx]} keeps {key.shape[2]} tokens of rows of {mask.shape[1]}: what is padding cannot "
+                "be told; calibrate with rows of one length (packing=True, or a list of batches)"
             )
         pair = _largest(key, mask), _largest(value, mask)
         if layer_idx in largest:
