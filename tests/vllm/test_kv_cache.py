@@ -1,7 +1,11 @@
 """vLLM stores keys and values in fp8 by the scales of a torchq checkpoint: those that it holds, and they matter.
 
-vLLM 0.32 does so on CPUs with AVX-512. With a scale per head its CPU kernel takes the largest of a layer: layers hold all of them,
-outputs are those of ``kv_cache="fp8"``.
+vLLM 0.32 does so on CPUs with AVX-512. With a scale per head its layers hold all of them, but its CPU kernel takes the largest of
+a layer, so outputs are those of ``kv_cache="fp8"``.
+
+Measured, mean |difference| of the logprobs of 125 tokens to the same weights with a 16-bit cache: W4A16 0.17 (0.09 with the same
+rounding of keys and values in PyTorch, where nothing else differs); W8A8 0.27, no more than W8A8 makes of any change
+(test_agreement.py); with values that all round to 0, 8.0.
 """
 
 import json
