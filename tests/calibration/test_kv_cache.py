@@ -1,6 +1,7 @@
 """Static scales of the key-value cache, beside what a cache holds after the same forward passes."""
 
 import copy
+import inspect
 import warnings
 from typing import Any
 
@@ -10,11 +11,13 @@ import transformers
 from torch import Tensor, nn
 
 from torchq import QuantConfig, quantize_
-from torchq.calibration.data import CalibrationData, load_batches
-from torchq.calibration.kv_cache import find_cached_attention
+from torchq._undo import UndoLog
+from torchq.calibration.data import Batches, CalibrationData, load_batches
+from torchq.calibration.kv_cache import calibrate_kv_cache, find_cached_attention
 from torchq.calibration.packing import Batch
 from torchq.dequantize import dequantize_
 from torchq.kv_scales import attention_with_scales, kv_cache_strategy, kv_scales, scale_of
+from torchq.report import QuantReport
 from torchq.testing import tiny_llama
 
 SIZES = {
@@ -74,7 +77,7 @@ def quantized(model: Any, data: Any, kv_cache: str = "fp8", scheme: str = "W8A8"
 def cached(model: Any, batches: list[dict[str, Tensor]], *, padding: bool = False) -> dict[int, tuple[Tensor, Tensor]]:
     """layer_idx -> max|k| and max|v| [H] of what a DynamicCache holds, without layers that crop; of real tokens only."""
     largest: dict[int, tuple[Tensor, Tensor]] = {}
-    argument = "cache" if "cache" in model.forward.__code__.co_varnames or _takes(model, "cache") else "past_key_values"
+    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # transformers < 5.24
     for batch in batches:
         cache = transformers.DynamicCache()
         model(**batch, **{argument: cache}, use_cache=True)
@@ -84,12 +87,6 @@ def cached(model: Any, batches: list[dict[str, Tensor]], *, padding: bool = Fals
             before = largest.get(index, pair)
             largest[index] = (torch.maximum(before[0], pair[0]), torch.maximum(before[1], pair[1]))
     return largest
-
-
-def _takes(model: Any, name: str) -> bool:
-    import inspect
-
-    return name in inspect.signature(model.forward).parameters
 
 
 # ------------------------------------------------------------------------------------------------------------------- values
@@ -401,6 +398,26 @@ def test_a_failure_after_the_scales_were_set_takes_them_away(monkeypatch: pytest
         warnings.simplefilter("error")
         quantized(model, tokens())
     assert len(kv_scales(model)) == 2
+
+
+@pytest.mark.parametrize(
+    ("layers", "width", "message"),
+    [
+        ({0: "model.layers.0.self_attn"}, 20, r"model\.layers\.0\.self_attn keeps 24 tokens of rows of 20: what is padding"),
+        (
+            {0: "model.layers.0.self_attn", 5: "model.layers.1.self_attn"},
+            24,
+            r"no token reaches model\.layers\.1\.self_attn; use other calibration data",
+        ),
+    ],
+)
+def test_tokens_that_do_not_fit_or_arrive(layers: dict[int, str], width: int, message: str) -> None:
+    model, report = tiny_llama(), QuantReport("W8A8", "RTN", 0)
+    batches = Batches([Batch({"input_ids": tokens()}, torch.ones(6, width, dtype=torch.bool))], [], 6 * width)
+    before = state(model)
+    with UndoLog(enabled=True, num_bytes=0) as undo_log, pytest.raises(ValueError, match=message):
+        calibrate_kv_cache(model, layers, batches, "fp8", undo_log, report)
+    assert_untouched(model, before)
 
 
 def test_only_layers_with_a_cache_get_scales() -> None:
