@@ -8,15 +8,17 @@ name ``"torchq"`` (``"compressed-tensors"`` belongs to transformers' own, which 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from torchq.checkpoint.kv_cache import place_kv_scales, settle_kv_scales
 from torchq.checkpoint.schema import ParsedConfig
 from torchq.checkpoint.writer import checkpoint_converter
 from torchq.linear import QuantLinear, buffer_specs
@@ -90,6 +92,7 @@ class PackedLoader(HfQuantizer):
             packed.requires_grad_(False)
             packed.transposed = is_conv1d(module)
             set_module(model, name, packed)
+        self._kv_scales = place_kv_scales(model, config.parsed.kv_cache_strategy, config.header)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         return model
 
@@ -106,6 +109,7 @@ class PackedLoader(HfQuantizer):
                         module._buffers[buffer_name] = buffer.to(stored[1])
                 module._set_placeholder()
                 module.pack_native_()
+        settle_kv_scales(model, self._kv_scales)
         return model
 
     def is_serializable(self) -> bool:
@@ -116,6 +120,26 @@ class PackedLoader(HfQuantizer):
     def is_trainable(self) -> bool:
         """Whether transformers' Trainer may train it."""
         return False
+
+
+class RecordingCache(DynamicCache):
+    """A cache that looks at what attention gives it to keep, returns it, and keeps nothing.
+
+    Args:
+        config: The model's, which says what layers there are.
+        record: Called with layer_idx and the new keys and values, each [B, H, T, head_dim].
+    """
+
+    def __init__(self, config: PreTrainedConfig, record: Callable[[int, Tensor, Tensor], None]) -> None:
+        super().__init__(config=config)
+        self._record = record
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Look at keys and values, and return them as they are."""
+        self._record(layer_idx, key_states, value_states)
+        return key_states, value_states
 
 
 def refuse_to_save(model: PreTrainedModel, reason: str) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from torchq import QuantLinear, __version__, load_pretrained
 from torchq.cli import main
+from torchq.kv_scales import kv_scales
 from torchq.testing import tiny_llama
 
 
@@ -68,6 +69,18 @@ def test_calibrates_on_a_file(folder, tmp_path, monkeypatch, capsys):
     assert report["algorithm"] == "GPTQ, mse scales, held-out damping on 160 tokens"
     assert report["layers"][0]["output_error"] > 0 and report["timings"].keys() == {"forward", "hessian", "scales", "solve"}
     assert load_pretrained(out).quant_report.layers[0].dampening_frac == report["layers"][0]["dampening_frac"]
+
+
+def test_kv_cache(folder, tmp_path, monkeypatch, capsys):
+    out, file = tmp_path / "out", tmp_path / "data.jsonl"
+    records = [{"input_ids": [(7 * row + step * step) % 125 + 3 for step in range(32)]} for row in range(8)]
+    file.write_text("\n".join(map(json.dumps, records)))
+    options = ["--scheme", "W8A8", "--calibration", file, "--max-length", 32, "--kv-cache", "fp8_head"]
+    code, stdout, _ = run(monkeypatch, capsys, "quantize", folder, "-o", out, *options)
+    assert code == 0 and "keys and values: static fp8 scales of 2 layers, one per key-value head" in " ".join(stdout.split())
+    assert kv_scales(load_pretrained(out))[1][0].shape == (2,)
+    code, _, stderr = run(monkeypatch, capsys, "quantize", tmp_path / "no-model", "-o", tmp_path / "b", "--kv-cache", "fp8")
+    assert code == 2 and "kv_cache='fp8' has static scales, which need calibration data" in stderr  # before anything is loaded
 
 
 @pytest.mark.parametrize(

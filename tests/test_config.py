@@ -121,7 +121,7 @@ def test_group_size_of_overrides():
             TypeError,
             r"algorithm must be one of .*AWQ\(...\) or SmoothQuant\(...\), got NoneType",
         ),
-        ({"kv_cache": "fp8"}, NotImplementedError, r"kv_cache='fp8' is not supported yet; leave kv_cache=None"),
+        ({"kv_cache": "int8"}, ValueError, r"kv_cache must be None or one of \('fp8', 'fp8_head'\), got 'int8'"),
     ],
 )
 def test_wrong_settings(kwargs, error, message):

@@ -94,6 +94,10 @@ def quantize(
     ] = None,
     num_samples: Annotated[int, typer.Option(help="Calibration sequences.")] = 128,
     max_length: Annotated[int, typer.Option(help="Tokens per calibration sequence.")] = 512,
+    kv_cache: Annotated[
+        str | None,
+        typer.Option(help="Static scales of an fp8 key-value cache: fp8 (one per layer) or fp8_head (one per head)."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="dtype of the 16-bit model: auto, bfloat16, float16 or float32.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Where to compute, e.g. cuda. Default: where the model is.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest file, e.g. 5GB.")] = "5GB",
@@ -104,6 +108,7 @@ def quantize(
     from torchq.calibration.data import CalibrationData
     from torchq.checkpoint.writer import check_output_folder, missing_format, parse_size, save_pretrained
     from torchq.config import DEFAULT_IGNORE, QuantConfig
+    from torchq.preflight import check_kv_cache
     from torchq.quantize import quantize_
     from torchq.sources import load_source
 
@@ -114,8 +119,10 @@ def quantize(
         targets=tuple(target or ("Linear",)),
         ignore=DEFAULT_IGNORE if ignore is None else tuple(ignore),
         overrides=_parse_overrides(override or []),
+        kv_cache=kv_cache,
         strict=strict,
     )
+    check_kv_cache(config, calibrated=calibration is not None)
     schemes = {"the model": config.resolve()} | {pattern: config.resolve_override(pattern) for pattern in config.overrides}
     problem = missing_format({name: scheme for name, scheme in schemes.items() if scheme is not None})
     if problem is not None:
@@ -233,6 +240,8 @@ def _print_report(report: Any) -> None:
     )
     if report.folds:
         console.print(f"scales of channels: {report.describe_folds()} (quant_report.json says why)", highlight=False)
+    if report.kv_cache_strategy is not None:
+        console.print(f"keys and values: {report.describe_kv_cache()}", highlight=False)
     for warning in report.warnings:
         console.print(f"[yellow]warning:[/] {_escape(warning)}", highlight=False)
 

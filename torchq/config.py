@@ -21,6 +21,7 @@ DEFAULT_IGNORE = ("lm_head",)
 ALGORITHMS = ("auto", "rtn", "gptq", "awq", "smoothquant")
 PROPAGATE = ("true_sequential", "float")
 CALIBRATION_DTYPES = ("auto", "model", "bfloat16")
+KV_CACHES = {"fp8": "tensor", "fp8_head": "attn_head"}  # -> strategy of the checkpoint format
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class QuantConfig:
         ignore: Which of them to leave in 16 bits. The default, ``("lm_head",)``, means the model's output embedding whatever its
             name, if it has one.
         overrides: Pattern -> scheme name, Scheme, or None (leave in 16 bits). The first matching one counts.
-        kv_cache: Not supported yet; must be None.
+        kv_cache: ``"fp8"`` to measure static scales of keys and values on the calibration data, by which readers store them in
+            fp8 (e4m3): one per layer for the keys and one for the values; ``"fp8_head"`` for one per key-value head
+            (:mod:`torchq.kv_scales`). None: no scales, the cache stays in 16 bits.
         propagate: What a calibrated layer's inputs come from: ``"true_sequential"`` (a model in which every layer before it is
             quantized) or ``"float"`` (the 16-bit model).
         calibration_dtype: What the calibration's forward pass multiplies in: ``"bfloat16"`` (by ``torch.autocast``), ``"model"``
@@ -96,8 +99,8 @@ class QuantConfig:
                 f"overrides must map patterns to schemes or None, got {self.overrides!r}; write {{'lm_head': 'W8A16'}}"
             )
         _as_patterns("overrides", self.overrides)
-        if self.kv_cache is not None:
-            raise NotImplementedError(f"kv_cache={self.kv_cache!r} is not supported yet; leave kv_cache=None")
+        if self.kv_cache is not None and self.kv_cache not in KV_CACHES:
+            raise ValueError(f"kv_cache must be None or one of {tuple(KV_CACHES)}, got {self.kv_cache!r}")
         object.__setattr__(self, "algorithm", _as_algorithm(self.algorithm))
         if self.propagate not in PROPAGATE:
             raise ValueError(f"propagate must be one of {PROPAGATE}, got {self.propagate!r}")

@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from torchq.kv_scales import drop_kv_scales_
 from torchq.linear import HOOKS, QuantLinear
 from torchq.model_utils import set_module, strip_quantization_config
 
@@ -19,7 +20,9 @@ def dequantize_(model: Model, dtype: torch.dtype | None = None) -> Model:
     One layer at a time becomes an ``nn.Linear`` (transformers' ``Conv1D`` where it was one) with the dequantized weight, frozen
     as packed weights are (``requires_grad_()`` to train it), and with the layer's bias (the same Parameter, if that is of
     ``dtype`` too), hooks and training mode. A layer with several names stays one. What said that the model is quantized goes:
-    ``quant_report``, the config's ``quantization_config`` and flags. Embeddings that quantizing untied stay so.
+    ``quant_report``, the config's ``quantization_config`` and flags, static scales of the key-value cache (which
+    :func:`torchq.kv_scales.kv_scales` returns before): plain checkpoints have no place for them. Embeddings that quantizing
+    untied stay so.
 
     Args:
         model: A model with packed layers; also one whose adapters hold them.
@@ -43,6 +46,7 @@ def dequantize_(model: Model, dtype: torch.dtype | None = None) -> Model:
             if layer.siblings is not None:
                 layer.siblings.part()
         set_module(model, name, plain[id(layer)])
+    drop_kv_scales_(model)
     for module in model.modules():
         if module is model or "quant_report" in module.__dict__:  # also the model inside of PEFT's
             strip_quantization_config(module)

@@ -240,6 +240,22 @@ def preflight(plans: list[LayerPlan], *, calibrated: bool = False) -> None:
         raise ValueError(f"weights hold NaN or inf: {list_names(broken)}; reload or repair the model, or add them to ignore")
 
 
+def check_kv_cache(config: QuantConfig, *, calibrated: bool, qat: bool = False) -> None:
+    """Check that there is data to measure keys and values on, and that training will not change them afterwards."""
+    if config.kv_cache is None:
+        return
+    if qat:
+        raise NotImplementedError(
+            f"qat=True does not support kv_cache={config.kv_cache!r}: training changes keys and values after they were measured; "
+            "set kv_cache=None"
+        )
+    if not calibrated:
+        raise ValueError(
+            f"kv_cache={config.kv_cache!r} has static scales, which need calibration data: pass quantize_(..., "
+            "calibration=texts, tokenizer=tokenizer) (--calibration FILE on the command line), or set kv_cache=None"
+        )
+
+
 def check_trainable(plans: list[LayerPlan], config: QuantConfig) -> None:
     """Check what quantization-aware training asks for beyond :func:`preflight`. Changes nothing."""
     if config.fuse_siblings:

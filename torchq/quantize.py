@@ -32,7 +32,7 @@ from torchq.model_utils import (
     strip_quantization_config,
     weight_of,
 )
-from torchq.preflight import LayerPlan, check_not_quantized, check_trainable, plan_layers, preflight
+from torchq.preflight import LayerPlan, check_kv_cache, check_not_quantized, check_trainable, plan_layers, preflight
 from torchq.report import LayerReport, QuantReport
 from torchq.scheme import Scheme
 from torchq.siblings import find_siblings, join_siblings
@@ -79,7 +79,7 @@ def quantize_(
 
     Raises:
         ValueError: If a pattern matches nothing, a layer cannot hold the scheme, the model is quantized already, a weight is not
-            finite, nothing would be quantized, an algorithm lacks calibration data, or the data is unusable.
+            finite, nothing would be quantized, an algorithm or ``kv_cache`` lacks calibration data, or the data is unusable.
         TypeError: If ``model`` or ``config`` is of a wrong type.
         NotImplementedError: If the scheme or the algorithm is not supported yet, or not with ``qat``.
     """
@@ -95,6 +95,7 @@ def quantize_(
         raise NotImplementedError("resume is not supported yet; leave resume=None")
     started = time.perf_counter()
     check_not_quantized(model)
+    check_kv_cache(config, calibrated=calibration is not None, qat=qat)
     plans = plan_layers(model, config)
     if qat:
         check_trainable(plans, config)
@@ -107,6 +108,11 @@ def quantize_(
         from torchq.calibration.data import load_batches
 
         batches = load_batches(calibration, tokenizer, model)
+    cached: dict[int, str] = {}
+    if config.kv_cache is not None and batches is not None:
+        from torchq.calibration.kv_cache import calibrate_kv_cache, find_cached_attention
+
+        cached = find_cached_attention(model, batches.train[0])
     siblings: list[list[str]] = []
     if config.fuse_siblings:
         layers = {name: module for plan in todo for name, module in plan.modules.items()}
@@ -157,6 +163,8 @@ def quantize_(
                 )
                 report.timings, report.folds = outcome.timings, outcome.folds
         report.warnings += untie(model, replaced, shared, undo_log)
+        if config.kv_cache is not None and batches is not None:
+            calibrate_kv_cache(model, cached, batches, config.kv_cache, undo_log, report)
         if not qat:
             describe_in_config(model, undo_log)
         report.layers = [entries.get(plan.names[0]) or _left_out(plan) for plan in plans]

@@ -85,7 +85,10 @@ class QuantReport:
         torchq_version: Version of torchq.
         seconds: Time spent.
         folds: What AWQ or SmoothQuant scaled, and what they did not and why.
-        timings: Of a calibrated run: seconds by part (``forward``, ``hessian``, ``folds``, ``scales``, ``solve``).
+        timings: Of a calibrated run: seconds by part (``forward``, ``hessian``, ``folds``, ``scales``, ``solve``,
+            ``kv_cache``).
+        kv_cache_strategy: Strategy of the static fp8 scales of keys and values (``"tensor"`` or ``"attn_head"``), or None.
+        kv_cache_layers: How many layers have such scales.
     """
 
     scheme: str
@@ -97,6 +100,8 @@ class QuantReport:
     seconds: float = 0.0
     timings: dict[str, float] = field(default_factory=dict)
     folds: list[FoldReport] = field(default_factory=list)
+    kv_cache_strategy: str | None = None
+    kv_cache_layers: int = 0
 
     @property
     def quantized_fraction(self) -> float:
@@ -115,6 +120,11 @@ class QuantReport:
         """Return how many folds there are of each kind: ``"92 folded, 28 undone, 30 refused"``."""
         counts = Counter(fold.status for fold in self.folds)
         return ", ".join(f"{counts[status]} {status}" for status in ("folded", "undone", "refused") if counts[status])
+
+    def describe_kv_cache(self) -> str:
+        """Return how many layers have scales of keys and values, and how many: ``"static fp8 scales of 30 layers, ..."``."""
+        each = "one per key-value head" if self.kv_cache_strategy == "attn_head" else "one per layer"
+        return f"static fp8 scales of {self.kv_cache_layers} layers, {each} (strategy {self.kv_cache_strategy})"
 
     def summary(self) -> str:
         """Return a few lines for a terminal: counts, share, bits, error, what was left out and why, warnings."""
@@ -143,6 +153,8 @@ class QuantReport:
             lines.append(f"  {count} {reason} ({share:.1%} of the parameters)")
         if self.folds:
             lines.append(f"  scales of channels: {self.describe_folds()}")
+        if self.kv_cache_strategy is not None:
+            lines.append(f"  keys and values: {self.describe_kv_cache()}")
         return "\n".join(lines + [f"  warning: {warning}" for warning in self.warnings])
 
     def to_dict(self) -> dict[str, Any]:
@@ -159,7 +171,8 @@ class QuantReport:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> QuantReport:
         """Read what :meth:`to_dict` wrote."""
-        keys = ("scheme", "algorithm", "num_parameters", "warnings", "torchq_version", "seconds", "timings")
+        keys: tuple[str, ...] = ("scheme", "algorithm", "num_parameters", "warnings", "torchq_version", "seconds", "timings")
+        keys += ("kv_cache_strategy", "kv_cache_layers")
         fields = {key: data[key] for key in keys if key in data}
         folds = [FoldReport(**fold) for fold in data.get("folds", ())]
         return cls(layers=[LayerReport(**layer) for layer in data["layers"]], folds=folds, **fields)

@@ -390,7 +390,7 @@ def test_a_dtype_that_safetensors_has_and_torchq_does_not(one: Path) -> None:
 
 
 def test_formats_that_are_not_supported(one: Path) -> None:
-    edit_config(one, lambda config: config["quantization_config"].update(kv_cache_scheme={"num_bits": 8, "type": "float"}))
+    edit_config(one, lambda config: config["quantization_config"].update(kv_cache_scheme={"num_bits": 8, "type": "int"}))
     with pytest.raises(NotImplementedError, match="kv_cache_scheme"):
         load_pretrained(one)
 

@@ -188,7 +188,7 @@ def config_with(
 
 MX = {"group_size": 32, "type": "float", "scale_dtype": "torch.uint8"}
 HEAD = {"num_bits": 8, "type": "float", "strategy": "attn_head", "group_size": None}
-KV, R1 = {"num_bits": 8, "type": "float"}, {"config_groups": {"R1": {}}}
+KV, R1 = {"num_bits": 8, "type": "float", "strategy": "tensor"}, {"config_groups": {"R1": {}}}
 SPARSE = {"format": "sparse-24", "targets": ["Linear"]}
 FP4 = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
 
@@ -205,7 +205,11 @@ FP4 = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_gro
         (config_with({"group_size": 64}, {"type": "float", "strategy": "token"}), "must be symmetric in groups of 128"),
         (config_with({}, {"type": "float", "strategy": "tensor"}), "must be dynamic with strategy='token'"),
         (config_with({"num_bits": 8}, {"strategy": "token"}), "is not supported: weights multiplied by quantized activations"),
-        (config_with(kv_cache_scheme=KV), "kv_cache_scheme in quantization_config is not supported"),
+        (config_with(kv_cache_scheme=KV | {"type": "int"}), r"strategy='tensor', \{'type': 'int'\}; set kv_cache_scheme to null"),
+        (config_with(kv_cache_scheme=KV | {"num_bits": 4}), r"must be static symmetric fp8 .* got .*\{'num_bits': 4\}"),
+        (config_with(kv_cache_scheme=KV | {"dynamic": True, "strategy": "token"}), r"strategy='token', \{'dynamic': True\}"),
+        (config_with(kv_cache_scheme=KV | {"symmetric": False}), r"\{'symmetric': False\}"),
+        (config_with(kv_cache_scheme=KV | {"strategy": "channel"}), r"got strategy='channel'"),
         (config_with(transform_config=R1), "transform_config in quantization_config is not supported"),
         (config_with(sparsity_config=SPARSE), "sparsity_config in quantization_config is not"),
         (config_with(format="int-quantized"), "stored as format='int-quantized', torchq reads this scheme as 'pack-quantized'"),
@@ -282,3 +286,14 @@ def test_random_damage_is_never_a_crash() -> None:
             assert str(error)
         else:
             parsed.scheme_for("a", {"Linear"})
+
+
+@pytest.mark.parametrize("strategy", [None, "tensor", "attn_head"])
+def test_kv_cache_scheme(strategy: str | None) -> None:
+    config = write_config({"a": SCHEMES["W4A16"]}, [], strategy)
+    assert (config["kv_cache_scheme"] is None) == (strategy is None)
+    assert read_config(json.loads(json.dumps(config))).kv_cache_strategy == strategy
+    llm_compressor = KV | {"strategy": strategy, "symmetric": True, "zp_dtype": None, "observer": None, "observer_kwargs": {}}
+    if strategy is not None:
+        assert read_config(config | {"kv_cache_scheme": llm_compressor}).kv_cache_strategy == strategy
+    assert read_config(config | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}).kv_cache_strategy == "tensor"  # inferred

@@ -85,7 +85,7 @@ def find_groups(
     handles = [module.register_forward_pre_hook(watch(name), with_kwargs=True) for name, module in layers.items()]
     try:
         with reduced(model, autocast), autocast_to(model, autocast), no_cache(model):
-            model(**first_sequence(batch), **without_cache(model), **_few_logits(model))
+            model(**first_sequence(batch), **without_cache(model), **few_logits(model))
     finally:
         for handle in handles:
             handle.remove()
@@ -263,8 +263,8 @@ def _check_finite(group: Group) -> None:
                 )
 
 
-def _few_logits(model: nn.Module) -> dict[str, Any]:
-    """Those of one token, where the model's forward can do so: all of a large vocabulary may be more than the model."""
+def few_logits(model: nn.Module) -> dict[str, Any]:
+    """Return arguments that ask for the logits of one token, if there are such: all of them may be more than the model."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torchq.scheme import QuantArgs, Scheme
 
+_KV_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "group_size": None, "dynamic": False}
 VERSION = "0.17.0"  # of the compressed-tensors format that is written
 
 
@@ -31,6 +32,7 @@ class ParsedConfig:
 
     groups: tuple[SchemeGroup, ...]
     ignore: tuple[str, ...]
+    kv_cache_strategy: str | None = None  # of static fp8 scales of keys and values
 
     def scheme_for(self, name: str, class_names: Iterable[str]) -> Scheme | None:
         """Return the scheme of a module by its checkpoint name, or None: exact name before pattern before class name."""
@@ -52,12 +54,15 @@ class ParsedConfig:
         return None
 
 
-def write_config(schemes: Mapping[str, Scheme], unquantized: Iterable[str]) -> dict[str, Any]:
+def write_config(
+    schemes: Mapping[str, Scheme], unquantized: Iterable[str], kv_cache_strategy: str | None = None
+) -> dict[str, Any]:
     """Return the ``quantization_config`` block of config.json.
 
     Args:
         schemes: Checkpoint name of each quantized module -> its scheme.
         unquantized: Checkpoint names (or ``re:`` patterns) of the modules that readers would take for quantized ones.
+        kv_cache_strategy: ``"tensor"`` or ``"attn_head"`` where keys and values have static fp8 scales.
     """
     by_settings: dict[tuple[QuantArgs, QuantArgs | None], list[str]] = {}
     for name, scheme in schemes.items():
@@ -84,7 +89,7 @@ def write_config(schemes: Mapping[str, Scheme], unquantized: Iterable[str]) -> d
         "global_compression_ratio": None,
         "config_groups": groups,
         "ignore": sorted(unquantized),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": None if kv_cache_strategy is None else _KV_CACHE | {"strategy": kv_cache_strategy},
         "sparsity_config": {},
         "transform_config": {},
     }
@@ -116,8 +121,6 @@ def read_config(config: Mapping[str, Any]) -> ParsedConfig:
     method = config.get("quant_method")
     if method != "compressed-tensors":
         raise ValueError(f"quant_method must be 'compressed-tensors', got {method!r}")
-    if config.get("kv_cache_scheme"):
-        raise NotImplementedError("kv_cache_scheme in quantization_config is not supported yet")
     for key in ("transform_config", "sparsity_config"):
         settings = _object(config, key)
         if settings.get("config_groups") or settings.get("targets"):
@@ -137,7 +140,24 @@ def read_config(config: Mapping[str, Any]) -> ParsedConfig:
         groups.append(SchemeGroup(_patterns(group, "targets"), scheme))
     if not groups:
         raise ValueError("quantization_config has no config_groups")
-    return ParsedConfig(tuple(groups), _patterns(config, "ignore"))
+    return ParsedConfig(tuple(groups), _patterns(config, "ignore"), _read_kv_cache(_object(config, "kv_cache_scheme")))
+
+
+def _read_kv_cache(fields: Mapping[str, Any]) -> str | None:
+    """Strategy of a ``kv_cache_scheme``; other than static fp8 is an error, or the model would lose it in silence."""
+    if not fields:
+        return None
+    strategy = fields.get("strategy") or "tensor"
+    meant = {name: fields.get(name, default) for name, default in _KV_CACHE.items() if name != "strategy"}
+    wanted = {name: default for name, default in _KV_CACHE.items() if name != "strategy"}
+    if strategy not in ("tensor", "attn_head") or meant != wanted:
+        different = {name: value for name, value in meant.items() if value != wanted[name]}
+        raise NotImplementedError(
+            "kv_cache_scheme in quantization_config must be static symmetric fp8 with strategy 'tensor' or 'attn_head', got "
+            f"strategy={strategy!r}, {different}; set kv_cache_scheme to null in config.json to load the weights with a cache in "
+            "16 bits (and drop the k_scale and v_scale tensors, if there are any)"
+        )
+    return str(strategy)
 
 
 def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torchq.checkpoint.safetensors_io import ShardWriter
 from torchq.checkpoint.schema import write_config
 from torchq.fake_quant import FakeQuantLinear
+from torchq.kv_scales import kv_cache_strategy
 from torchq.linear import QuantLinear
 from torchq.matching import class_names
 from torchq.model_utils import list_names
@@ -322,7 +323,7 @@ def quantization_config(model: nn.Module, names: dict[str, str] | None = None) -
             pattern = rf"re:{re.escape(block)}\.experts(\..*)?$"
             if pattern not in unquantized:
                 unquantized.append(pattern)
-    return write_config(schemes, unquantized)
+    return write_config(schemes, unquantized, kv_cache_strategy(model))
 
 
 def _is_router(module: nn.Module) -> bool:
