@@ -43,8 +43,8 @@ class FP8KVCache(Cache):
         num_recent_tokens: How many of the last ones do.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: If a setting is wrong or the model has layers that this cache cannot serve; the
-            message names it.
+        ValueError, TypeError, NotImplementedError: If a setting is wrong or the model has layers that this cache cannot serve;
+            the message names it.
     """
 
     def __init__(
@@ -121,7 +121,8 @@ def _as_scales(
         scales = kv_scales(scales)
         if not scales:
             raise ValueError(
-                "scales: this model has none; quantize it with QuantConfig(..., kv_cache='fp8') and calibration data, or leave scales=None"
+                "scales: this model has none; quantize it with QuantConfig(..., kv_cache='fp8') and calibration data, "
+                "or leave scales=None"
             )
     for layer, pair in scales.items():
         if len(pair) != 2 or not all(isinstance(s, Tensor) and bool((s > 0).all()) and bool(s.isfinite().all()) for s in pair):

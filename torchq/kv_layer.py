@@ -48,9 +48,8 @@ class StoredStates:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Explain that only torchq's attention can read these."""
         raise TypeError(
-            f"this model's attention calls {getattr(func, '__name__', func)} on the keys and values of a quantized KV cache itself, "
-            'which only attn_implementation="torchq" can do, and here something else comes between; use '
-            'model.set_attn_implementation("sdpa"), with which the cache returns 16-bit keys and values'
+            f"this model's attention calls {getattr(func, '__name__', func)} on keys and values of a quantized KV cache itself, "
+            "which only torchq's attention can do; use model.set_attn_implementation('sdpa'): the cache then returns 16-bit ones"
         )
 
 
@@ -151,8 +150,8 @@ class KVCacheLayer(CacheLayerMixin):
         if self.is_compileable:
             if not self.wraps and stored + tokens > self.slots:
                 raise ValueError(
-                    f"the KV cache holds max_cache_len={self.slots} tokens, {stored} of them taken, and cannot take {tokens} more; "
-                    "nothing was written. Make the cache longer (max_cache_len=...), or let it grow (max_cache_len=None)"
+                    f"the KV cache holds max_cache_len={self.slots} tokens, {stored} of them taken, and cannot take {tokens} "
+                    "more; nothing was written. Make the cache longer (max_cache_len=...), or let it grow (max_cache_len=None)"
                 )
             return
         needed = stored + tokens
@@ -168,7 +167,7 @@ class KVCacheLayer(CacheLayerMixin):
         """Move to more slots: position p goes to slot p % slots."""
         old, kept = self.slots, min(stored, self.slots)
 
-        def larger(tensor: Tensor, dim: int) -> Tensor:
+        def larger(tensor: Tensor, *, dim: int) -> Tensor:
             shape = list(tensor.shape)
             shape[dim] = slots
             new = tensor.new_zeros(shape)
@@ -200,7 +199,7 @@ class KVCacheLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[:2] != (self.batch_size, self.num_heads):
             raise ValueError(
-                f"the KV cache holds {self.batch_size} sequences of {self.num_heads} heads, and got keys {list(key_states.shape)}; "
+                f"the KV cache holds {self.batch_size} sequences of {self.num_heads} heads, got keys {list(key_states.shape)}; "
                 "call reset() before another batch"
             )
         tokens = key_states.shape[2]
@@ -222,21 +221,8 @@ class KVCacheLayer(CacheLayerMixin):
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         tokens = keys.shape[2]
-        kv_append(
-            keys,
-            values,
-            self.key.codes,
-            self.key.scale,
-            self.key.zero,
-            self.value.codes,
-            self.value.scale,
-            self.value.zero,
-            self.length,
-            self.settings.key_format,
-            self.settings.value_format,
-            self.key.static,
-            self.wraps,
-        )
+        formats = (self.settings.key_format, self.settings.value_format)
+        kv_append(keys, values, *self._stored(), self.length, *formats, self.key.static, self.wraps)
         if self.extra_keys is not None and self.extra_values is not None:
             position = self.length + torch.arange(tokens, device=self.device)
             unused = self.num_first + self.num_recent
@@ -292,14 +278,15 @@ class KVCacheLayer(CacheLayerMixin):
         sides = ((self.key, self.settings.key_format), (self.value, self.settings.value_format))
         if self.is_compileable:
             if self.wraps:
-                position = self._mask_offset + torch.arange(self.slots, device=self.device)
-                keys, values = (side.read(position % self.slots, fmt, self.dtype) for side, fmt in sides)
+                slots = (self._mask_offset + torch.arange(self.slots, device=self.device)) % self.slots
+                keys, values = (side.read(slots, fmt, self.dtype) for side, fmt in sides)
             else:
                 keys, values = (side.read_runs([(0, self.slots)], fmt, self.dtype) for side, fmt in sides)
         else:
             stop = self._host_length()
             first = max(0, stop - (self._window - 1 + tokens)) if self.is_sliding else 0
-            runs, position = [], first
+            runs: list[tuple[int, int]] = []
+            position = first
             while position < stop:
                 slot = position % self.slots
                 runs.append((slot, min(stop - position, self.slots - slot)))
@@ -326,7 +313,7 @@ class KVCacheLayer(CacheLayerMixin):
         values.index_copy_(2, position, self.extra_values.index_select(2, slot))
 
     def _past(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a static sliding layer, the window before ``tokens`` more: (first position, keys, values), before they overwrite it."""
+        """The window of a static sliding layer, before ``tokens`` more overwrite it: (first position, keys, values)."""
         first = (self.length - (self._window - 1)).clamp_min(0)
         slot = (first + torch.arange(self._window - 1, device=self.device)) % self.slots
         keys = self.key.read(slot, self.settings.key_format, self.dtype)
@@ -353,30 +340,19 @@ class KVCacheLayer(CacheLayerMixin):
     def attend(
         self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float = 0.0, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attention [B, Hq, q, Dv] of the newest tokens' queries [B, Hq, q, D]; see :func:`torchq.kernels.kv_attention.kv_attention`."""
+        """Attention [B, Hq, q, Dv] of the newest tokens' queries [B, Hq, q, D], see :mod:`torchq.kernels.kv_attention`."""
         extras = (self.extra_keys, self.extra_values)
         if extras[0] is not None and extras[1] is not None:
             extras = extras[0][:, :, :-1], extras[1][:, :, :-1]
-        return kv_attention(
-            rotate(query) if self.settings.rotate_keys else query,
-            self.key.codes,
-            self.key.scale,
-            self.key.zero,
-            self.value.codes,
-            self.value.scale,
-            self.value.zero,
-            *extras,
-            self.length,
-            mask,
-            self._mask_offset,
-            sinks,
-            self.settings.key_format,
-            self.settings.value_format,
-            scaling,
-            softcap,
-            self._window,
-            self.num_first,
-        )
+        if self.settings.rotate_keys:
+            query = rotate(query)
+        looking = (self.length, mask, self._mask_offset, sinks)
+        options = (self.settings.key_format, self.settings.value_format, scaling, softcap, self._window, self.num_first)
+        return kv_attention(query, *self._stored(), *extras, *looking, *options)
+
+    def _stored(self) -> tuple[Tensor | None, ...]:
+        key, value = self.key, self.value
+        return (key.codes, key.scale, key.zero, value.codes, value.scale, value.zero)
 
     # ----------------------------------------------------------------------------------------- what generation does to caches
 
@@ -444,7 +420,7 @@ class KVCacheLayer(CacheLayerMixin):
         self._known_length, self._uncropped, self.has_tokens = 0, 0, False
 
     def _map_sequences(self, change: Callable[[Tensor], Tensor], in_place: bool) -> None:
-        def keep(tensor: Tensor, _: int) -> Tensor:
+        def keep(tensor: Tensor, *, dim: int = 0) -> Tensor:
             return tensor.copy_(change(tensor)) if in_place else change(tensor)
 
         if not self.is_initialized:
@@ -452,7 +428,7 @@ class KVCacheLayer(CacheLayerMixin):
         for side in (self.key, self.value):
             side.map(keep)
         if self.extra_keys is not None and self.extra_values is not None:
-            self.extra_keys, self.extra_values = keep(self.extra_keys, 0), keep(self.extra_values, 0)
+            self.extra_keys, self.extra_values = keep(self.extra_keys), keep(self.extra_values)
         self.batch_size = self.key.codes.shape[0]
         for side in (self.key, self.value):
             if side.static and side.scale is not None:
