@@ -24,6 +24,7 @@ _BLOCK_VALUES = 1 << 20  # keys or values decoded at a time: 2 MB in 16 bits
 _BLOCK_SCORES = 1 << 22
 _KERNEL_ROWS = 64  # queries times heads per key/value head, up to which the kernel for decoding is used
 _PACK_ROWS, _PACK_COLUMNS, _PACK_ALIGNMENT = 4, 16, 32  # what PyTorch's int8 kernel reads, see kernels/w8a16_cpu.py
+_ALL = slice(None)
 _UP = 2.0**60  # keeps products with codes that are 2^-120 of their values away from the smallest numbers of bfloat16
 
 
@@ -38,9 +39,20 @@ class _Side:
 
     def at(self, batch: slice, heads: slice, slots: slice, transposed: bool) -> _Side:
         """Those of some slots: codes [b, h, n, D], or [b, h, D, n]."""
-        codes = self.codes[batch, heads]
-        rest = [None if t is None else t[batch, heads, :, slots] for t in (self.scale, self.zero)]
-        return _Side(codes[..., slots] if transposed else codes[:, :, slots], rest[0], rest[1], self.kv_format)
+        first, count = slots.start, slots.stop - slots.start
+        codes, scale, zero = _take(self.codes, batch, heads), _take(self.scale, batch, heads), _take(self.zero, batch, heads)
+        assert codes is not None
+        if count < codes.shape[3 if transposed else 2]:
+            codes = codes.narrow(3 if transposed else 2, first, count)
+            scale, zero = (None if t is None else t.narrow(3, first, count) for t in (scale, zero))
+        return _Side(codes, scale, zero, self.kv_format)
+
+
+def _take(tensor: Tensor | None, batch: slice, heads: slice) -> Tensor | None:
+    """Some sequences and heads; the tensor itself if it is all of them (each step saved counts for few tokens)."""
+    if tensor is None or (batch == _ALL and heads == _ALL):
+        return tensor
+    return tensor[batch, heads]
 
 
 @register_op("torchq::kv_attention")
@@ -147,24 +159,28 @@ class _Looking:
 
     def scores(self, products: Tensor, batch: slice, heads: slice, first: int, rep: int) -> Tensor:
         """Scores from products [b, h, rep * q, n] float32 with keys from position ``first`` on; -inf where hidden."""
-        b, h, rows, n = products.shape
-        q = rows // rep
         scores = products.mul_(self.scaling)
         if self.softcap:
             scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        b, h, rows, n = products.shape
+        q = rows // rep
+        causal = self.mask is None and q > 1 and first + n > self.length - q + 1
+        windowed = self.window > 0 and first <= self.length - 1 - self.window
+        if not causal and not windowed and self.mask is None:
+            return scores
         scores = scores.view(b, h, rep, q, n)
-        newest = torch.arange(self.length - q, self.length, device=scores.device)[:, None]
-        position = torch.arange(first, first + n, device=scores.device)
-        if self.mask is None:
-            if q > 1 and first + n > self.length - q + 1:
-                scores.masked_fill_(position > newest, -torch.inf)
-        else:
+        if self.mask is not None:
             columns = slice(first - self.mask_offset, first - self.mask_offset + n)
             mask = self.mask if self.mask.shape[0] == 1 else self.mask[batch]
             mask = mask[..., columns].unsqueeze(2) if mask.shape[1] == 1 else mask[..., columns].unflatten(1, (-1, rep))[:, heads]
             scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
-        if self.window and first <= self.length - 1 - self.window:
-            scores.masked_fill_(position <= newest - self.window, -torch.inf)
+        if causal or windowed:
+            newest = torch.arange(self.length - q, self.length, device=scores.device)[:, None]
+            position = torch.arange(first, first + n, device=scores.device)
+            if causal:
+                scores.masked_fill_(position > newest, -torch.inf)
+            if windowed:
+                scores.masked_fill_(position <= newest - self.window, -torch.inf)
         return scores.view(b, h, rows, n)
 
     def positions(self, q: int) -> tuple[int, int]:
@@ -207,7 +223,11 @@ def attention_ref(
                 products = _products(block, key.at(batch, heads, slots, False))
                 scores = looking.scores(products, batch, heads, first + start, rep)
                 state.add(scores, value.at(batch, heads, slots, True))
-        out[batch, heads] = state.result(None if sinks is None else sinks.view(h, rep, 1)[heads].expand(-1, -1, q).flatten(1))
+        of_heads = None if sinks is None else sinks.view(h, rep, 1)[heads].expand(-1, -1, q).flatten(1)
+        result = state.result(of_heads, looking.mask is not None)
+        if batch == _ALL and heads == _ALL:
+            return result.to(query.dtype).view(b, hq, q, dim)
+        out[batch, heads] = result
     return out.view(b, hq, q, dim)
 
 
@@ -230,6 +250,8 @@ class _Rows:
         return cls(rows, torch.cat([high, whole.sub_(high, alpha=128)], 2).to(torch.int8), unit)
 
     def at(self, batch: slice, heads: slice) -> _Rows:
+        if batch == _ALL and heads == _ALL:
+            return self
         quantized, unit = (None if t is None else t[batch, heads] for t in (self.quantized, self.unit))
         return _Rows(self.rows[batch, heads], quantized, unit)
 
@@ -265,9 +287,12 @@ def _ring(first: int, stop: int, slots: int, base: int) -> Iterator[tuple[int, i
 def _head_blocks(b: int, h: int, values_per_head: int) -> Iterator[tuple[slice, slice]]:
     """Sequences and heads to take at a time."""
     most = max(1, _BLOCK_VALUES // max(1, values_per_head))
+    if most >= b * h:
+        yield _ALL, _ALL
+        return
     if most >= h:
         for start in range(0, b, most // h):
-            yield slice(start, min(b, start + most // h)), slice(None)
+            yield slice(start, min(b, start + most // h)), _ALL
         return
     for sequence in range(b):
         for start in range(0, h, most):
@@ -294,14 +319,15 @@ class _Softmax:
             total, sums = total.addcmul_(self.total, decay), sums.addcmul_(self.sums, decay)
         self.most, self.total, self.sums = most, total, sums
 
-    def result(self, sinks: Tensor | None) -> Tensor:
-        """[b, h, rows, Dv]; ``sinks``: [h, rows]."""
+    def result(self, sinks: Tensor | None, masked: bool) -> Tensor:
+        """[b, h, rows, Dv]; ``sinks``: [h, rows]; ``masked``: whether there may be rows that look at nothing."""
         if self.most.numel() == 0:
             return self.rows.new_zeros(*self.rows.shape[:3], self.dim)
         total = self.total
         if sinks is not None:
             total = total + (sinks.to(total.dtype)[None, :, :, None] - self.most).exp_()
-        return self.sums.div_(total).masked_fill_(self.total == 0, 0)
+        result = self.sums.div_(total)
+        return result.masked_fill_(self.total == 0, 0) if masked else result
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -387,8 +413,9 @@ def _int8_products(rows: _Rows, keys: _Side) -> Tensor:
     assert rows.quantized is not None and rows.unit is not None and keys.scale is not None
     b, h, twice, _ = rows.quantized.shape
     sums = torch.empty(b * h, twice, keys.codes.shape[2], dtype=torch.int32)
-    for i, (row, head) in enumerate(zip(rows.quantized.flatten(0, 1), keys.codes.flatten(0, 1), strict=True)):
-        torch._int_mm(row, head.t(), out=sums[i])
+    keys_t = keys.codes.flatten(0, 1).transpose(1, 2)
+    for row, head, out in zip(rows.quantized.flatten(0, 1).unbind(), keys_t.unbind(), sums.unbind(), strict=True):
+        torch._int_mm(row, head, out=out)
     high, low = sums.view(b, h, 2, twice // 2, -1).unbind(2)
     return torch.add(low, high, alpha=128).mul(keys.scale.float()).mul_(rows.unit)
 
@@ -397,12 +424,20 @@ def _int8_sums(weights: Tensor, codes: Tensor) -> Tensor:
     """Sums [b, h, rows, D] of int8 codes [b, h, D, n] weighted by bfloat16 weights [b, h, rows, n]."""
     dim, n = codes.shape[2:]
     padded = -(-n // _PACK_COLUMNS) * _PACK_COLUMNS
-    ones, sums = weights.new_ones(dim), []
-    copy = codes.new_zeros(dim, padded)
+    sums = []
+    copy = codes.new_zeros(dim, padded) if n != padded else None
     weights = weights if n == padded else F.pad(weights, (0, padded - n))
-    for row, head in zip(weights.flatten(0, 1), codes.flatten(0, 1), strict=True):
-        if n != padded or not head.is_contiguous() or head.data_ptr() % _PACK_ALIGNMENT:
+    for row, head in zip(weights.flatten(0, 1).unbind(), codes.flatten(0, 1).unbind(), strict=True):
+        if copy is not None:
             copy[:, :n] = head
             head = copy
-        sums.append(torch._weight_int8pack_mm(row if row.data_ptr() % _PACK_ALIGNMENT == 0 else row.clone(), head, ones))
+        elif not head.is_contiguous() or head.data_ptr() % _PACK_ALIGNMENT:
+            head = head.clone(memory_format=torch.contiguous_format)
+        row = row if row.data_ptr() % _PACK_ALIGNMENT == 0 else row.clone()
+        sums.append(torch._weight_int8pack_mm(row, head, _ones(dim)))
     return torch.stack(sums).float().view(*weights.shape[:3], dim)
+
+
+@functools.cache
+def _ones(size: int) -> Tensor:
+    return torch.ones(size, dtype=torch.bfloat16)
