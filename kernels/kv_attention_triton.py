@@ -90,7 +90,7 @@ def _load_scale(ptr, start, offsets, stride, live, MASKED: tl.constexpr):
 
 @triton.jit
 def _log2(x):
-    """About log2 of a positive number, at most 0.09 less: its exponent, and the mantissa as if it were linear."""
+    """About log2, at most 0.09 less: the exponent, and the mantissa as if it were linear; of 0, -127."""
     return x.to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-23 - 127.0
 
 
@@ -224,14 +224,16 @@ def attention_kernel(
     stride_vsb, stride_vsh, stride_vsg, stride_vst, stride_vzb, stride_vzh, stride_vzg, stride_vzt,
     stride_mb, stride_mh, stride_mi, stride_ml,
     STRIDE_KT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, DTYPE: tl.constexpr,
-    N: tl.constexpr, BLOCK_T: tl.constexpr, MULTIPLE: tl.constexpr, MASKED: tl.constexpr, KEYS_ALIGNED: tl.constexpr,
-    VALUES_ALIGNED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
+    N: tl.constexpr, BLOCK_T: tl.constexpr, MULTIPLE: tl.constexpr, RAGGED: tl.constexpr, MASKED: tl.constexpr,
+    KEYS_ALIGNED: tl.constexpr, VALUES_ALIGNED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """One program: a key/value head of a sequence, one of ``splits`` parts of what is stored, N of the rows (token, head).
 
     Codes are addressed in words where ALIGNED, else in bytes; 16-bit keys in elements, 16-bit values in words of two where
     ALIGNED. DTYPE: of 16-bit keys and values. STRIDE_KT is a constant so that the addresses of a tile's rows are too. MULTIPLE
-    divides R and BLOCK_T; MASKED: R < BLOCK_T. Writes sums of P times V [part, row, DV], their exponents m, and denominators.
+    divides R and BLOCK_T; RAGGED: BLOCK_T does not divide R; MASKED: R < BLOCK_T. Writes sums of P times V [part, row, DV], their
+    exponents m, and denominators.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     HALF_T: tl.constexpr = BLOCK_T // 2
@@ -244,7 +246,6 @@ def attention_kernel(
     LIVE_V: tl.constexpr = DV // 2 if VALUES == "int4" else DV  # of these rows
     PER_V: tl.constexpr = 1 if not VALUES_ALIGNED else 2 if VALUES == "16bit" else 4  # tokens that a pointer's step goes over
     FACTOR: tl.constexpr = 2.0**8 if KEYS == "fp8" else 1.0
-    FLOOR: tl.constexpr = 2.0**-100
     head = tl.program_id(0).to(tl.int64)
     b, h = head // H, head % H
     split = tl.program_id(1)
@@ -313,7 +314,7 @@ def attention_kernel(
         mask_k = (columns_k < D)[None, :]
     else:
         columns_k = words_k if KEYS_ALIGNED else 4 * words_k
-        mask_k = (4 * words_k < (D // 2 if KEYS == "int4" else D))[None, :]
+        mask_k = (words_k < (D // 8 if KEYS == "int4" else D // 4))[None, :]
     k_ptrs = k_ptr + b * stride_kb + h * stride_kh + even[:, None] * STRIDE_KT + columns_k[None, :]
     rows_v = tl.arange(0, ROWS_V)
     if VALUES == "16bit":
@@ -341,9 +342,11 @@ def attention_kernel(
         acc = tl.zeros((ROWS_V, N), tl.float32)
     for tile in range(first, last):
         wanted = tile * BLOCK_T
-        start = tl.multiple_of(tl.minimum(wanted, tl.maximum(R - BLOCK_T, 0)), MULTIPLE)  # the last tile reaches back
-        live0 = (even >= wanted - start) & (even < stored - start)
-        live1 = (odd >= wanted - start) & (odd < stored - start)
+        start, live0, live1 = wanted, even < stored - wanted, odd < stored - wanted
+        if RAGGED:  # the last tile reaches back
+            start = tl.multiple_of(tl.minimum(wanted, tl.maximum(R - BLOCK_T, 0)), MULTIPLE)
+            live0 = (even >= wanted - start) & (even < stored - start)
+            live1 = (odd >= wanted - start) & (odd < stored - start)
         k_start = k_ptrs + start.to(tl.int64) * STRIDE_KT
         if KEYS == "16bit":
             k0 = tl.load(k_start, mask=mask_k & (even < R)[:, None], other=0.0, eviction_policy="evict_first")
@@ -388,14 +391,14 @@ def attention_kernel(
             low1 = _load_groups(vs_ptr, start + odd, stride_vsg, stride_vst, live1, 0, GROUPS_V, COUNT_V).to(tl.float32)
             high0 = _load_groups(vs_ptr, start + even, stride_vsg, stride_vst, live0, COUNT_V, GROUPS_V, COUNT_V).to(tl.float32)
             high1 = _load_groups(vs_ptr, start + odd, stride_vsg, stride_vst, live1, COUNT_V, GROUPS_V, COUNT_V).to(tl.float32)
-            log0 = _log2(tl.maximum(tl.max(tl.maximum(low0, high0), 1), FLOOR))
-            log1 = _log2(tl.maximum(tl.max(tl.maximum(low1, high1), 1), FLOOR))
+            log0 = _log2(tl.max(tl.maximum(low0, high0), 1))
+            log1 = _log2(tl.max(tl.maximum(low1, high1), 1))
             new_m = tl.maximum(m, tl.max(tl.maximum(s0 * factor + log0[:, None], s1 * factor + log1[:, None]), 0))
         else:
             scale0 = _load_scale(vs_ptr, start, even, stride_vst, live0, MASKED)
             scale1 = _load_scale(vs_ptr, start, odd, stride_vst, live1, MASKED)
             scale0, scale1 = tl.where(live0, scale0, 0.0), tl.where(live1, scale1, 0.0)  # what is not stored may be NaN
-            log0, log1 = _log2(tl.maximum(scale0, FLOOR)), _log2(tl.maximum(scale1, FLOOR))
+            log0, log1 = _log2(scale0), _log2(scale1)
             new_m = tl.maximum(m, tl.max(tl.maximum(s0 * factor + log0[:, None], s1 * factor + log1[:, None]), 0))
         p0, p1 = tl.exp2(s0 * factor - new_m[None, :]), tl.exp2(s1 * factor - new_m[None, :])
         decay = tl.exp2(m - new_m)

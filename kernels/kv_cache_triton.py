@@ -21,7 +21,7 @@ from torchq.kernels.kv_attention_triton import LOWEST, attention_kernel
 from torchq.kernels.words_triton import _on
 
 _TILE_BYTES = 32 << 10  # of keys and values that a program has in shared memory, twice
-_PROGRAMS_PER_PROCESSOR = 2  # that splits aim for
+_PROGRAMS_PER_PROCESSOR = 4  # that splits aim for, of two warps each
 _MOST_SPLITS = 128
 _PER_WORD = {"fp8": 4, "int8": 4, "int4": 4, "16bit": 2}  # tokens of values
 _TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -259,22 +259,21 @@ class Tile:
 def tile_for(rows: int, slots: int, head_dim: int, value_dim: int, key_format: str, value_format: str, itemsize: int) -> Tile:
     """The tile for ``rows`` queries on each key/value head; ``itemsize``: bytes of 16-bit (or float32) elements.
 
-    Two tiles of keys and values must fit the 99 KB of shared memory of the smallest GPUs; accumulators must fit registers.
+    Two tiles of keys and values fit the 99 KB of shared memory of the smallest GPUs. With two warps the compiler keeps to
+    mma.sync on every GPU (``benchmarks/static_kernels.py``); more rows than these would spill.
     """
     size = {"fp8": 1.0, "int8": 1.0, "int4": 0.5, "16bit": float(itemsize)}
     of_token = _padded(head_dim) * size[key_format] + _padded(value_dim) * size[value_format]
-    of_int4 = [dim for dim, form in ((head_dim, key_format), (value_dim, value_format)) if form == "int4"]
-    wide = max([_padded(dim) // 64 for dim in of_int4], default=1)
-    tokens = 128
+    tokens = 64
     while tokens > 32 and (tokens > slots or tokens * of_token > _TILE_BYTES):
         tokens //= 2
     stages = 3 if tokens * of_token <= _TILE_BYTES else 2
-    most = max(8, min(64, 64 // wide, 64 * 128 // _padded(value_dim)))
-    return Tile(min(most, max(8, triton.next_power_of_2(rows))), tokens, max(1, min(4, tokens // 32)), stages)
+    few = rows <= 8 or "int4" in (key_format, value_format) or max(head_dim, value_dim) > 128
+    return Tile(8 if few else 16, tokens, tokens // 32, stages)
 
 
 def _padded(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))
+    return triton.next_power_of_2(dim)
 
 
 def num_splits(device: torch.device, slots: int, heads: int, tile: Tile) -> int:
@@ -390,6 +389,7 @@ def constants(
         "N": tile.rows,
         "BLOCK_T": tile.tokens,
         "MULTIPLE": math.gcd(slots, 16),
+        "RAGGED": slots % tile.tokens != 0,
         "MASKED": slots < tile.tokens,
         "KEYS_ALIGNED": keys.dtype == torch.int32,
         "VALUES_ALIGNED": values.dtype == torch.int32,
