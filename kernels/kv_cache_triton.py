@@ -315,7 +315,7 @@ def attention_triton(
         length: Tokens stored, the q newest among them; 0-dim int64, on the device.
         mask: [B or 1, Hq or 1, q, L]: bool (True: allowed) or floating (added to scores); None: causal.
         mask_offset: Position of the mask's first column, 0-dim int64.
-        scaling: Factor of scores.
+        scaling: Factor of scores, > 0.
         softcap: c of c tanh(score / c), or 0.
         window: How many positions up to its own a query may attend to, or 0.
         sinks: [Hq], logits that only join the denominator, or None.
