@@ -200,8 +200,8 @@ def cases() -> list[Case]:
 
 
 def kv_cases() -> list[KvCase]:
-    """All formats on all of NVIDIA's architectures, and of fp8 what else changes the code."""
-    found = []
+    """All formats on all architectures, and of fp8 what else changes the code."""
+    found = [KvCase("gfx942", form, form) for form in ("fp8", "int8", "int4", "16bit")]
     for architecture in ("sm_80", "sm_90", "sm_100"):
         for form in ("fp8", "int8", "int4", "16bit"):
             found += [KvCase(architecture, form, form, extra=extra) for extra in ("", "append", "append many")]
@@ -230,8 +230,8 @@ def compile_kv_case(case: KvCase) -> Any:
     options = {"num_warps": case.tile.num_warps, "num_stages": case.tile.num_stages}
     constants: dict[str, Any]
     if case.extra == "reduce":
-        kernel, options = kv_cache_triton.reduce_kernel, {"num_warps": 1}
-        constants = {"DV": case.head_dim, "HAS_SINKS": True, "SPLITS": 64}
+        kernel, options = kv_cache_triton.reduce_kernel, {"num_warps": 4}
+        constants = {"DV": case.head_dim, "HAS_SINKS": True, "SPLITS": 128, "BLOCK": 32}
         pointers |= {"sinks_ptr": "*bf16", "out_ptr": "*bf16"}
     elif case.extra.startswith("append"):
         kernel, block = kv_cache_triton._append_kernel, 1 if case.extra == "append" else 32

@@ -407,19 +407,19 @@ def attention_kernel(
 
         # ---- values
         if VALUES == "int4":
-            zero_low0 = _load_groups(vz_ptr, start + even, stride_vzg, stride_vzt, live0, 0, GROUPS_V, COUNT_V)
-            zero_low1 = _load_groups(vz_ptr, start + odd, stride_vzg, stride_vzt, live1, 0, GROUPS_V, COUNT_V)
-            zero_high0 = _load_groups(vz_ptr, start + even, stride_vzg, stride_vzt, live0, COUNT_V, GROUPS_V, COUNT_V)
-            zero_high1 = _load_groups(vz_ptr, start + odd, stride_vzg, stride_vzt, live1, COUNT_V, GROUPS_V, COUNT_V)
-            weight_low0, weight_low1 = _spread(p0, low0), _spread(p1, low1)
-            weight_high0, weight_high1 = _spread(p0, high0), _spread(p1, high1)
             wide = _repeat(decay, GROUPS_V)[None, :]
-            zeros_low = zeros_low * wide + _zero_share(weight_low0, zero_low0, N) + _zero_share(weight_low1, zero_low1, N)
-            zeros_high = zeros_high * wide + _zero_share(weight_high0, zero_high0, N) + _zero_share(weight_high1, zero_high1, N)
-            acc = tl.dot(_decode(v, 0, VALUES, 1032), weight_low0, acc * wide)
-            acc = tl.dot(_decode(v, 2, VALUES, 1032), weight_low1, acc)
-            acc_high = tl.dot(_decode(v, 1, VALUES, 1032), weight_high0, acc_high * wide)
-            acc_high = tl.dot(_decode(v, 3, VALUES, 1032), weight_high1, acc_high)
+            zero0 = _load_groups(vz_ptr, start + even, stride_vzg, stride_vzt, live0, 0, GROUPS_V, COUNT_V)
+            zero1 = _load_groups(vz_ptr, start + odd, stride_vzg, stride_vzt, live1, 0, GROUPS_V, COUNT_V)
+            weight0, weight1 = _spread(p0, low0), _spread(p1, low1)
+            zeros_low = zeros_low * wide + _zero_share(weight0, zero0, N) + _zero_share(weight1, zero1, N)
+            acc = tl.dot(_decode(v, 0, VALUES, 1032), weight0, acc * wide)
+            acc = tl.dot(_decode(v, 2, VALUES, 1032), weight1, acc)
+            zero0 = _load_groups(vz_ptr, start + even, stride_vzg, stride_vzt, live0, COUNT_V, GROUPS_V, COUNT_V)
+            zero1 = _load_groups(vz_ptr, start + odd, stride_vzg, stride_vzt, live1, COUNT_V, GROUPS_V, COUNT_V)
+            weight0, weight1 = _spread(p0, high0), _spread(p1, high1)
+            zeros_high = zeros_high * wide + _zero_share(weight0, zero0, N) + _zero_share(weight1, zero1, N)
+            acc_high = tl.dot(_decode(v, 1, VALUES, 1032), weight0, acc_high * wide)
+            acc_high = tl.dot(_decode(v, 3, VALUES, 1032), weight1, acc_high)
         elif VALUES == "16bit":
             if VALUES_ALIGNED:
                 v0, v1 = _halves(v)

@@ -2,8 +2,7 @@
 
 :func:`append_triton` is one launch for keys and values. :func:`attention_triton` is two: parts of the cache side by side
 (``kv_attention_triton.py``), and their sum, always in one order. No launcher reads a number from the device: where tokens go, and
-how many are stored, the kernels find out; the number of parts depends on the cache's size alone. So a CUDA graph holds for any
-length.
+how many are stored, the kernels find out; the number of parts depends on sizes alone. So a CUDA graph holds for any length.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from torchq.kernels.words_triton import _on
 _TILE_BYTES = 32 << 10  # of keys and values that a program has in shared memory, twice
 _PROGRAMS_PER_PROCESSOR = 4  # that splits aim for, of two warps each
 _MOST_SPLITS = 128
+_REDUCE_BLOCK = 32  # channels of a program that adds parts: all parts are loaded at once
 _PER_WORD = {"fp8": 4, "int8": 4, "int4": 4, "16bit": 2}  # tokens of values
 _TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -30,28 +30,25 @@ _TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.f
 @triton.jit(do_not_specialize=["num_new", "splits"])
 def reduce_kernel(
     parts_ptr, max_ptr, sum_ptr, sinks_ptr, out_ptr, H, rep, num_new, splits, total_rows,
-    DV: tl.constexpr, HAS_SINKS: tl.constexpr, SPLITS: tl.constexpr,
+    DV: tl.constexpr, HAS_SINKS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: a row's parts, always in one order -> its output. Parts of nothing are not read. SPLITS: a power of two."""
+    """One program: BLOCK channels of a row, the sum of all its parts. Parts of nothing are not read. SPLITS: a power of two."""
     LOG2E: tl.constexpr = 1.4426950408889634
-    head = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1)
+    head = tl.program_id(0).to(tl.int64) // (rep * num_new)
+    row = tl.program_id(0) % (rep * num_new)
     q_head = head % H * rep + row % rep
-    channels = tl.arange(0, triton.next_power_of_2(DV))
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     indices = tl.arange(0, SPLITS)
-    first = head * splits * total_rows + row
-    m = tl.load(max_ptr + first + indices * total_rows, mask=indices < splits, other=LOWEST)
+    part = head * splits * total_rows + row + indices * total_rows
+    m = tl.load(max_ptr + part, mask=indices < splits, other=LOWEST)
     top = tl.max(m, 0)
-    sums = tl.load(sum_ptr + first + indices * total_rows, mask=indices < splits, other=0.0)
-    denominator = tl.sum(sums * tl.exp2(m - top), 0)
+    weights = tl.exp2(m - top)
+    denominator = tl.sum(tl.load(sum_ptr + part, mask=indices < splits, other=0.0) * weights, 0)
     if HAS_SINKS:
         denominator += tl.exp2(tl.load(sinks_ptr + q_head).to(tl.float32) * LOG2E - top)
-    acc = tl.zeros((channels.shape[0],), tl.float32)
-    for split in range(splits):
-        part = first + split * total_rows
-        exponent = tl.load(max_ptr + part)
-        mask = channels < tl.where(exponent > LOWEST, DV, 0)
-        acc += tl.load(parts_ptr + part * DV + channels, mask=mask, other=0.0) * tl.exp2(exponent - top)
+    mask = (m > LOWEST)[:, None] & (channels < DV)[None, :]
+    parts = tl.load(parts_ptr + part[:, None] * DV + channels[None, :], mask=mask, other=0.0)
+    acc = tl.sum(parts * weights[:, None], 0)
     out = tl.where(denominator > 0, acc / denominator, 0.0)  # nothing is allowed
     out_ptrs = out_ptr + ((head // H * H * rep + q_head) * num_new + row // rep) * DV + channels
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=channels < DV)
@@ -267,7 +264,7 @@ def tile_for(rows: int, slots: int, head_dim: int, value_dim: int, key_format: s
     tokens = 64
     while tokens > 32 and (tokens > slots or tokens * of_token > _TILE_BYTES):
         tokens //= 2
-    stages = 3 if tokens * of_token <= _TILE_BYTES else 2
+    stages = 3 if tokens * of_token <= _TILE_BYTES else 1
     few = rows <= 8 or "int4" in (key_format, value_format) or max(head_dim, value_dim) > 128
     return Tile(8 if few else 16, tokens, tokens // 32, stages)
 
@@ -276,11 +273,11 @@ def _padded(dim: int) -> int:
     return triton.next_power_of_2(dim)
 
 
-def num_splits(device: torch.device, slots: int, heads: int, tile: Tile) -> int:
-    """Into how many parts a cache of ``slots`` is split, so that there are programs for all of the GPU's processors."""
+def num_splits(device: torch.device, slots: int, programs: int, tile: Tile) -> int:
+    """Into how many parts a cache of ``slots`` is split, where there would be ``programs`` without: all processors get some."""
     gpu = gpu_of(device)
     wanted = _PROGRAMS_PER_PROCESSOR * (gpu.num_processors if gpu is not None else 1)
-    return max(1, min(_MOST_SPLITS, triton.cdiv(slots, tile.tokens), wanted // heads))
+    return max(1, min(_MOST_SPLITS, triton.cdiv(slots, tile.tokens), wanted // programs))
 
 
 def attention_triton(
@@ -330,8 +327,8 @@ def attention_triton(
     tile = tile_for(
         rep * num_new, slots, head_dim, value_dim, key_format, value_format, query.element_size()
     )  # fmt: skip
-    splits = splits or num_splits(query.device, slots, batch * heads, tile)
     blocks = triton.cdiv(rep * num_new, tile.rows)
+    splits = splits or num_splits(query.device, slots, batch * heads * blocks, tile)
     rows = blocks * tile.rows
     parts = query.new_empty(batch * heads, splits, rows, value_dim, dtype=torch.float32)
     most, sums = parts.new_empty(2, batch * heads, splits, rows)
@@ -355,9 +352,10 @@ def attention_triton(
             *sides[0].stride(), *sides[1].stride(), *sides[2].stride(), *sides[3].stride(), *mask_or_any.stride(),
             **fixed, num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
-        reduce_kernel[(batch * heads, rep * num_new)](
+        reduce_kernel[(batch * heads * rep * num_new, triton.cdiv(value_dim, _REDUCE_BLOCK))](
             parts, most, sums, out if sinks is None else sinks, out, heads, rep, num_new, splits, rows,
-            DV=value_dim, HAS_SINKS=sinks is not None, SPLITS=triton.next_power_of_2(splits), num_warps=1,
+            DV=value_dim, HAS_SINKS=sinks is not None, SPLITS=triton.next_power_of_2(splits),
+            BLOCK=_REDUCE_BLOCK, num_warps=1 if splits <= 16 else 4,
         )  # fmt: skip
     return out
 

@@ -94,10 +94,10 @@ def new_side(
     groups = d // 32 if form == "int4" else 1
     scale = None if form == "16bit" else torch.full((b, h, groups, r), math.nan, dtype=torch.bfloat16)
     if static is not None and form in MOST:
-        scale = static.view(1, -1, 1, 1).expand(b, h, 1, r)
+        scale = static.to(DEVICE).view(1, -1, 1, 1).expand(b, h, 1, r)
     zero = torch.randint(0, 256, (b, h, groups, r), generator=generator, dtype=torch.uint8) if form == "int4" else None
-    tensors = [tensor if tensor is None else tensor.to(DEVICE) for tensor in (codes[..., pad:], scale, zero)]
-    return Side(form, tensors[0], tensors[1], tensors[2], values)
+    tensors = [tensor if tensor is None else tensor.to(DEVICE) for tensor in (codes, scale, zero)]
+    return Side(form, tensors[0][..., pad:], tensors[1], tensors[2], values)
 
 
 def attend(
