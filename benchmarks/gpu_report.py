@@ -11,6 +11,7 @@ from gpu_timing import Limits, Shape
 
 BASE = "F.linear"
 BASE_TRAINING = "16 bits"
+BASE_KV = "SDPA"
 LARGE = 4096 * 28672  # weights of a layer from which on the targets for few tokens hold
 Row = dict[str, Any]
 
@@ -86,6 +87,25 @@ def print_training(rows: list[Row]) -> None:
     columns = ["a LoRA step", "linear, MB", "weights, MB", "+ step, MB", "ms", "p10–p90", "of limit", f"x {BASE_TRAINING}"]
     if lines:
         print_table("LoRA on 8B layers", columns, lines)
+
+
+def print_kv_cache(rows: list[Row]) -> None:
+    """Print what decoding over a KV cache takes; bandwidth counts what must be read."""
+    lines = [
+        [
+            f"B={row['batch']} T={row['tokens']}",
+            row["contender"],
+            f"{row['median_s'] * 1e6:.1f}",
+            f"{row['p10_s'] * 1e6:.1f}–{row['p90_s'] * 1e6:.1f}",
+            f"{row['gbytes_per_second']:.0f}",
+            f"{row['of_bandwidth']:.0%}",
+            f"{row['speedup']:.2f}x",
+        ]
+        for row in rows
+    ]
+    if lines:
+        columns = ["cache", "contender", "µs", "p10–p90", "GB/s", "of bandwidth", f"x {BASE_KV} in 16 bits"]
+        print_table("decoding a token, one layer", columns, lines)
 
 
 # ----------------------------------------------------------------------------------------------------------------- targets

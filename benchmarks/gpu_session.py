@@ -1,8 +1,9 @@
 """Everything that is to be checked and measured on a GPU, in one run of at most 8 minutes.
 
 Tests marked ``gpu``; kernels against float64 and beyond 2^31 elements; first calls; every kernel beside ``F.linear`` and other
-libraries, with the roofline; graphs, ``torch.compile``, a small model and calibration; LoRA steps; the search for tiles, which
-ends with an entry for the dispatch table. Results are written to ``<machine>-<date>-gpu_session.json`` after every step::
+libraries, with the roofline; graphs, ``torch.compile``, a small model and calibration; LoRA steps; the KV cache; the search for
+tiles, which ends with an entry for the dispatch table. Results are written to ``<machine>-<date>-gpu_session.json`` after every
+step::
 
     python benchmarks/gpu_session.py                    everything
     python benchmarks/gpu_session.py --quick            in 3 minutes, at fewer sizes
@@ -62,6 +63,7 @@ class Step:
 def all_steps() -> dict[str, Step]:
     """Return the steps in order. Imported only now: Triton decides as it is imported whether it interprets."""
     import gpu_checks
+    import gpu_kv_cache
     import gpu_models
     import gpu_tiles
     import gpu_timing
@@ -72,13 +74,14 @@ def all_steps() -> dict[str, Step]:
         "tests": Step(gpu_checks.run_tests, 0.16),
         "correct": Step(gpu_checks.check_kernels, 0.10),
         "first_call": Step(gpu_checks.time_first_calls, 0.08),
-        "time": Step(time_kernels, 0.18),
+        "time": Step(time_kernels, 0.14),
         "dequantize": Step(time_dequantize, 0.02),
         "capture": Step(gpu_models.check_capture, 0.02),
         "model": Step(gpu_models.check_model, 0.08),
         "calibration": Step(gpu_models.check_calibration, 0.05),
         "training": Step(gpu_training.time_training, 0.10),
-        "tiles": Step(gpu_tiles.search_tiles, 0.18),
+        "kv_cache": Step(gpu_kv_cache.time_kv_cache, 0.08),
+        "tiles": Step(gpu_tiles.search_tiles, 0.14),
     }
 
 
@@ -305,13 +308,14 @@ def time_dequantize(session: Session, record: Record) -> None:
 
 def summarise(records: Mapping[str, Record]) -> None:
     """Print what the end of the output must show: the overview, the proposal, targets, what was skipped and what failed."""
-    from gpu_report import print_overview, print_training, print_verdicts
+    from gpu_report import print_kv_cache, print_overview, print_training, print_verdicts
     from gpu_tiles import print_proposal
 
     console.rule("summary")
     for kernel in ("w4 g128", "w8 g128"):
         print_overview(records.get("time", {}).get("rows", []), kernel)
     print_training(records.get("training", {}).get("rows", []))
+    print_kv_cache(records.get("kv_cache", {}).get("rows", []))
     print_proposal(records.get("tiles", {}))
     print_verdicts(records)
     for name, record in records.items():

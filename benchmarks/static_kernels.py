@@ -1,9 +1,9 @@
 """What the compiler makes of the Triton kernels, without a GPU: registers, spills, shared memory, and instructions per weight.
 
-Every kernel and tile of the dispatch table is compiled for each architecture, and its machine code is read. It must spill nothing
-but a value or two, fit the GPU's registers and shared memory, load weights 16 bytes at a time, and issue no more instructions
-per weight than ``static_kernels.json`` records for this release of Triton (with 5 % to spare); the matmul must use tensor cores
-and keep decoded weights out of shared memory::
+Every kernel and tile of the dispatch table, and the kernels of the KV cache, are compiled for each architecture, and the machine
+code is read. It must spill nothing but a value or two, fit the GPU's registers and shared memory, load weights 16 bytes at a
+time, and issue no more instructions per weight than ``static_kernels.json`` records for this release of Triton (with 5 % to
+spare); products must use tensor cores and keep what is decoded out of shared memory::
 
     python benchmarks/static_kernels.py             check against the record
     python benchmarks/static_kernels.py --record    write what is found into it, and print the table
@@ -26,11 +26,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torchq.kernels import nf4_triton, words_triton
+from torchq.kernels import kv_attention_triton, kv_cache_triton, nf4_triton, words_triton
 from torchq.kernels.dispatch import TABLE, Tile
 
 RECORD = Path(__file__).with_suffix(".json")
@@ -44,6 +45,7 @@ MOST_SPILLED = (
 MOST_INSTRUCTIONS = {"sm_80": 4.0, "sm_90": 3.2, "sm_100": 3.5}
 MOST_INSTRUCTIONS_8_BITS = 6.0
 MOST_INSTRUCTIONS_NF4 = 10.5  # to write a value; 12.4 is what a B200 can issue while it does, 15.8 an H200
+MOST_INSTRUCTIONS_KV = 3.2  # per key or value of 8 bits, at up to 8 queries for each; 6.2 is what an H200 can issue per byte read
 MMA = ("HMMA", "HGMMA", "UTCHMMA")
 TYPES = {"float16": "fp16", "bfloat16": "bf16"}
 
@@ -83,6 +85,59 @@ class Case:
             + " asm" * self.asm
             + f" {self.extra}" * bool(self.extra)
         )
+
+    @property
+    def has_loop(self) -> bool:
+        """Whether what is decoded is decoded in a loop."""
+        return not self.dequantize
+
+    @property
+    def decoded(self) -> float:
+        """Weights in a tile, per lane."""
+        return self.tile.block_n * words_triton.block_size(self.num_bits) / (32 * self.tile.num_warps)
+
+
+@dataclass(frozen=True)
+class KvCase:
+    """One compilation of a kernel of the KV cache, in bfloat16.
+
+    ``rows`` queries attend to keys and values of ``head_dim``; extras: ``"causal"``, ``"mask"`` (boolean), ``"ragged"`` (slots
+    that no tile divides), or, of another kernel, ``"append"`` (of one token), ``"append many"`` and ``"reduce"``.
+    """
+
+    architecture: str
+    keys: str
+    values: str
+    rows: int = 8
+    head_dim: int = 128
+    extra: str = ""
+
+    @property
+    def name(self) -> str:
+        """As in the record."""
+        name = f"{self.architecture} kv {self.keys} {self.values} {self.rows} rows D={self.head_dim}"
+        return name + f" {self.extra}" * bool(self.extra)
+
+    @property
+    def slots(self) -> int:
+        """R."""
+        return 8200 if self.extra == "ragged" else 8192
+
+    @property
+    def tile(self) -> kv_cache_triton.Tile:
+        """That the launcher chooses."""
+        dims = self.head_dim, self.head_dim
+        return kv_cache_triton.tile_for(self.rows, self.slots, *dims, self.keys, self.values, 2)
+
+    @property
+    def has_loop(self) -> bool:
+        """Whether it attends."""
+        return not self.extra.startswith(("append", "reduce"))
+
+    @property
+    def decoded(self) -> float:
+        """Keys and values in a tile, per lane; of other kernels, those of a token."""
+        return 2 * self.head_dim * (self.tile.tokens / self.tile.num_warps if self.has_loop else 1) / 32
 
 
 @dataclass(frozen=True)
@@ -144,6 +199,67 @@ def cases() -> list[Case]:
     return list(found)
 
 
+def kv_cases() -> list[KvCase]:
+    """All formats on all architectures, and of fp8 what else changes the code."""
+    found = [KvCase("gfx942", form, form) for form in ("fp8", "int8", "int4", "16bit")]
+    for architecture in ("sm_80", "sm_90", "sm_100"):
+        for form in ("fp8", "int8", "int4", "16bit"):
+            found += [KvCase(architecture, form, form, extra=extra) for extra in ("", "append", "append many")]
+        found += [
+            KvCase(architecture, "16bit", "fp8"),
+            KvCase(architecture, "fp8", "int4"),
+            KvCase(architecture, "int8", "int8", 16),
+        ]
+        found += [KvCase(architecture, "fp8", "fp8", rows, dim) for rows, dim in ((16, 128), (8, 64), (8, 256))]
+        found += [KvCase(architecture, "fp8", "fp8", extra=extra) for extra in ("causal", "mask", "ragged", "reduce")]
+    return found
+
+
+def compile_kv_case(case: KvCase) -> Any:
+    """Compile as the launcher would for a cache [1, 8, R, D] and its queries."""
+    sizes = {"fp8": (torch.int8, 1), "int8": (torch.int8, 1), "int4": (torch.uint8, 2), "16bit": (torch.bfloat16, 1)}
+    codes = {}
+    for side, form in (("k", case.keys), ("v", case.values)):
+        dtype, per_byte = sizes[form]
+        shape = (case.slots, case.head_dim // per_byte) if side == "k" else (case.head_dim // per_byte, case.slots)
+        codes[side] = torch.empty(1, 8, *shape, dtype=dtype, device="meta")
+    pointers = {"ks_ptr": "*bf16", "vs_ptr": "*bf16", "kz_ptr": "*u8", "vz_ptr": "*u8", "length_ptr": "*i64", "start_ptr": "*i64"}
+    pointers |= {"q_ptr": "*bf16", "key_ptr": "*bf16", "value_ptr": "*bf16", "mask_ptr": "*u8", "mask_offset_ptr": "*i64"}
+    names = {torch.int8: "*i8", torch.uint8: "*u8", torch.int32: "*i32", torch.bfloat16: "*bf16"}
+    ones = {"stride_kst", "stride_kzt", "stride_vst", "stride_vzt", "stride_qd", "stride_ml", "stride_kc", "stride_vc"}
+    options = {"num_warps": case.tile.num_warps, "num_stages": case.tile.num_stages}
+    constants: dict[str, Any]
+    if case.extra == "reduce":
+        kernel, options = kv_cache_triton.reduce_kernel, {"num_warps": 4}
+        constants = {"DV": case.head_dim, "HAS_SINKS": True, "SPLITS": 128, "BLOCK": 32}
+        pointers |= {"sinks_ptr": "*bf16", "out_ptr": "*bf16"}
+    elif case.extra.startswith("append"):
+        kernel, block = kv_cache_triton._append_kernel, 1 if case.extra == "append" else 32
+        constants = {"KEYS": case.keys, "VALUES": case.values, "STATIC": False, "WRAP": True}
+        constants |= {"D": case.head_dim, "DV": case.head_dim, "BLOCK_T": block}
+        options = {"num_warps": 1 if block == 1 else 4}
+    else:
+        kernel = kv_attention_triton.attention_kernel
+        codes["k"] = codes["k"] if case.keys == "16bit" else codes["k"].view(torch.int32)
+        codes["v"] = codes["v"].view(torch.int32)
+        dims, mask = (case.head_dim, case.head_dim), "bool" if case.extra == "mask" else "none"
+        constants = kv_cache_triton.constants(
+            case.tile, *dims, case.keys, case.values, torch.bfloat16, codes["k"], codes["v"], mask,
+            causal=case.extra == "causal", window=False, softcap=False,
+        )  # fmt: skip
+    pointers |= {f"{side}_ptr": names[tensor.dtype] for side, tensor in codes.items()}
+    constants |= {name: 1 for name in kernel.arg_names if name in ones}
+    signature = {}
+    for name in kernel.arg_names:
+        kind = pointers.get(name, "*fp32") if name.endswith("_ptr") else "fp32" if name in ("scaling", "softcap") else "i32"
+        signature[name] = "constexpr" if name in constants else kind
+    aligned = {name for name in signature if name.endswith("_ptr") or name.startswith("stride")} - set(constants)
+    aligned |= {"R"} & set(signature) if case.extra != "ragged" else set()
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=target_of(case.architecture), options=options)
+
+
 def compile_case(case: Case) -> Any:
     """Compile as the launcher would for sizes that are multiples of 16."""
     kernel = words_triton._dequantize_kernel if case.dequantize else words_triton._wna16_kernel
@@ -182,10 +298,10 @@ def target_of(architecture: str) -> GPUTarget:
     return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
 
 
-def compile_and_measure(case: Case) -> Measured | str | None:
+def compile_and_measure(case: Case | KvCase) -> Measured | str | None:
     """What the machine code shows, None where it is not read (AMD), or why there is none."""
     try:
-        compiled = compile_case(case)
+        compiled = compile_kv_case(case) if isinstance(case, KvCase) else compile_case(case)
     except Exception as error:  # of many kinds, from a compiler: any is a failed case
         return f"does not compile: {type(error).__name__}: {str(error)[:300]}"
     if not case.architecture.startswith("gfx"):
@@ -197,20 +313,19 @@ def compile_and_measure(case: Case) -> Measured | str | None:
 # ---------------------------------------------------------------------------------------------------------------- machine code
 
 
-def measure(compiled: Any, case: Case) -> Measured:
+def measure(compiled: Any, case: Case | KvCase) -> Measured:
     """Read a compiled kernel."""
     resources, code = _disassemble(compiled.asm["cubin"])
     usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", resources)
     if usage is None:
         raise RuntimeError(f"{case.name}: cuobjdump does not say what the kernel uses: {resources[:200]}")
     registers, stack, local = map(int, usage.groups())
-    loop = instructions_of(code) if case.dequantize else largest_loop(code)
-    weights = case.tile.block_n * words_triton.block_size(case.num_bits) / (32 * case.tile.num_warps)  # decoded per lane
+    loop = largest_loop(code) if case.has_loop else instructions_of(code)
     operations = Counter(instruction.partition(".")[0] for instruction in loop)
     mma = next((name for name in MMA if operations[name]), "")
     return Measured(
-        registers, compiled.metadata.shared, stack + local, round(len(loop) / weights, 3), mma, _width(loop, "LDG"),
-        round(operations["STS"] / weights, 3), _width(loop, "STG"),
+        registers, compiled.metadata.shared, stack + local, round(len(loop) / case.decoded, 3), mma, _width(loop, "LDG"),
+        round(operations["STS"] / case.decoded, 3), _width(loop, "STG"),
     )  # fmt: skip
 
 
@@ -255,7 +370,7 @@ def largest_loop(code: str) -> list[str]:
 # ----------------------------------------------------------------------------------------------------------------------- check
 
 
-def problems(case: Case, found: Measured, recorded: dict[str, Any] | None) -> list[str]:
+def problems(case: Case | KvCase, found: Measured, recorded: dict[str, Any] | None) -> list[str]:
     """What is wrong with a compiled kernel."""
     threads = 32 * case.tile.num_warps
     rules = [
@@ -264,9 +379,9 @@ def problems(case: Case, found: Measured, recorded: dict[str, Any] | None) -> li
         (found.shared_memory <= SHARED_MEMORY[case.architecture], f"{found.shared_memory} bytes of shared memory"),
         (found.load_bits >= 128, f"loads {found.load_bits} bits at a time"),
     ]
-    if case.extra == "reduce":
+    if case.extra == "reduce" or (isinstance(case, KvCase) and not case.has_loop):
         return [f"{case.name}: {text}" for good, text in rules[:3] if not good]
-    if not case.dequantize:
+    if case.has_loop:
         stored = f"stores {found.shared_stores} values per weight to shared memory"
         rules += [(found.mma != "", "no tensor core instruction in its loop"), (found.shared_stores < 0.2, stored)]
     if case.extra.startswith("nf4"):
@@ -278,7 +393,11 @@ def problems(case: Case, found: Measured, recorded: dict[str, Any] | None) -> li
     else:
         limit = SLACK * recorded["instructions"]
         rules.append((found.instructions <= limit, f"{found.instructions} instructions per weight, {limit:.2f} allowed"))
-    if case.tile.block_m in (8, 16) and case.group_size == 128 and not case.has_zeros and not case.ragged_k:
+    if isinstance(case, KvCase):
+        plain = case.rows <= 8 and case.head_dim == 128 and case.extra == "" and {case.keys, case.values} <= {"fp8", "int8"}
+        text = f"{found.instructions} instructions per key or value, at most {MOST_INSTRUCTIONS_KV} allowed"
+        rules.append((not plain or found.instructions <= MOST_INSTRUCTIONS_KV, text))
+    elif case.tile.block_m in (8, 16) and case.group_size == 128 and not case.has_zeros and not case.ragged_k:
         most = MOST_INSTRUCTIONS[case.architecture] if case.num_bits <= 4 else MOST_INSTRUCTIONS_8_BITS
         rules.append((found.instructions <= most, f"{found.instructions} instructions per weight, at most {most} allowed"))
     return [f"{case.name}: {text}" for good, text in rules if not good]
@@ -300,7 +419,7 @@ def main() -> None:
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     known = record.setdefault(release(), {})
     wrong: list[str] = []
-    chosen = [case for case in cases() if re.search(arguments.only, case.name)]
+    chosen = [case for case in (*cases(), *kv_cases()) if re.search(arguments.only, case.name)]
     print(f"triton {triton.__version__}: {len(chosen)} kernels", flush=True)
     with ProcessPoolExecutor(arguments.jobs) as pool:  # a compiler that aborts ends the run
         for case, found in zip(chosen, pool.map(compile_and_measure, chosen), strict=True):
@@ -316,7 +435,7 @@ def main() -> None:
             if not arguments.quiet:
                 print(f"{case.name}: {text}", flush=True)
     if arguments.record:
-        names = {case.name for case in cases()}
+        names = {case.name for case in (*cases(), *kv_cases())}
         record[release()] = {name: figures for name, figures in known.items() if name in names}
         RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     for line in wrong:

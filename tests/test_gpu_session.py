@@ -22,7 +22,8 @@ from torchq.kernels import dispatch, nf4, words_triton
 from torchq.kernels.dispatch import Tile
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-STEPS = ["limits", "tests", "correct", "first_call", "time", "dequantize", "capture", "model", "calibration", "training", "tiles"]
+STEPS = ["limits", "tests", "correct", "first_call", "time", "dequantize", "capture", "model", "calibration", "training"]
+STEPS += ["kv_cache", "tiles"]
 
 
 @pytest.fixture(autouse=True)
@@ -479,5 +480,8 @@ def test_a_dry_run_goes_through_every_step(tmp_path: Path) -> None:
     assert all(result["ok"] for result in steps["correct"]["results"])
     assert {row["kernel"] for row in steps["time"]["rows"]} >= {"F.linear", "w4 g128", "w8 g128", "w2 g64"}
     assert {row["kernel"] for row in steps["dequantize"]["rows"]} >= {"w4 g128", "nf4", "nf4 nested"}
+    rows = {(row["contender"], row["batch"]) for row in steps["kv_cache"]["rows"]}
+    assert rows >= {(name, batch) for name in ("fp8", "int8", "int4", "16bit", "fp8, append", "SDPA") for batch in (1, 2)}
+    assert max(steps["kv_cache"]["errors"].values()) < 0.002
     assert "Tile(" in steps["tiles"]["table"] and steps["model"]["compile_graphs"] <= 3
     assert "Proposed entry" in done.stdout and "Targets" in done.stdout

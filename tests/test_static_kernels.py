@@ -76,6 +76,15 @@ def test_each_rule_can_fail(static: ModuleType) -> None:
     assert "stores 64 bits" in static.problems(nf4, dataclasses.replace(good, store_bits=64), record)[0]
     slow = dataclasses.replace(good, store_bits=128, instructions=10.6)
     assert "at most 10.5 allowed" in static.problems(nf4, slow, {"instructions": 10.6})[0]
+    kv = static.KvCase("sm_80", "int8", "fp8")
+    assert static.problems(kv, good, record) == []
+    slow = dataclasses.replace(good, instructions=3.21)
+    assert "at most 3.2 allowed" in static.problems(kv, slow, {"instructions": 3.2})[0]
+    assert static.problems(dataclasses.replace(kv, rows=16), slow, {"instructions": 3.2}) == []
+    assert "no tensor core" in static.problems(kv, dataclasses.replace(good, mma=""), record)[0]
+    append = dataclasses.replace(kv, extra="append")
+    assert static.problems(append, dataclasses.replace(good, mma="", load_bits=16, instructions=80), None) == []
+    assert "spills" in static.problems(append, dataclasses.replace(good, spilled=24), None)[0]
     dequantize = dataclasses.replace(case, dequantize=True)
     assert static.problems(dequantize, dataclasses.replace(good, mma="", shared_stores=1.0), record) == []
 
@@ -92,16 +101,26 @@ def test_every_entry_of_the_table_is_a_case(static: ModuleType) -> None:
                 assert any(c.ragged_k for c in mine) and (fine or {c.dtype for c in mine} == {"float16", "bfloat16"})
 
 
+def test_every_format_of_the_kv_cache_is_a_case(static: ModuleType) -> None:
+    cases = static.kv_cases()
+    assert len({case.name for case in cases}) == len(cases)
+    for architecture in ("sm_80", "sm_90", "sm_100"):
+        mine = [case for case in cases if case.architecture == architecture]
+        assert {case.keys for case in mine if case.has_loop} == {"fp8", "int8", "int4", "16bit"}
+        assert {"", "append", "append many", "reduce"} <= {case.extra for case in mine}
+
+
 def test_some_kernels_compile_to_what_is_recorded(static: ModuleType) -> None:
     if static.release() not in json.loads(static.RECORD.read_text()):
         pytest.skip(f"triton {static.release()} is not in the record")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     some = ["sm_90 w4 bfloat16 (8x256|64x128) .* g128", "sm_80 w8 .* 16x256 .* channel", "sm_100 w4 .* 32x64 .* g32 asym"]
     some += ["sm_90 w4 .* 16x256 .* g128 asm", "sm_80 w8 bfloat16 16x256 .* channel fp8", "sm_90 .* g64 dequantize nf4 nested"]
+    some += ["sm_90 kv fp8 fp8 8 rows D=128( append)?", "sm_80 kv int8 int8 8 rows D=128"]
     only = f"^({'|'.join(some)}|.*w4 .* g64 dequantize|.*(one row|undivided|reduce))$"
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "static_kernels.py"), "--jobs", "1", "--only", only],
         env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) >= 1 + 11
+    assert len(done.stdout.splitlines()) >= 1 + 14
