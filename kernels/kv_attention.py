@@ -210,6 +210,8 @@ def attention_ref(
     rows = _Rows.of(query.reshape(b, h, rep * q, d), keys.kv_format)
     dim = values.codes.shape[2] * (2 if values.kv_format == "int4" else 1)
     out = query.new_empty(b, h, rep * q, dim)
+    if out.numel() == 0:
+        return out.view(b, hq, q, dim)
     stretches = list(_stretches(keys, values, extras, num_first, looking, q))
     longest = max((n for *_, n in stretches), default=1)
     narrow = rows.quantized is not None and values.kv_format == "int8"  # nothing is decoded
