@@ -18,6 +18,7 @@ from torch import Tensor
 from torchq.kernels import w8a16_cpu
 from torchq.kernels.dispatch import gpu_of
 from torchq.kernels.kv_cache import dequantize_kv
+from torchq.kernels.kv_extras import extra_part, mask_of_stored
 from torchq.kernels.registration import register_op
 
 _BLOCK_VALUES = 1 << 20  # keys or values decoded at a time: 2 MB in 16 bits
@@ -106,11 +107,30 @@ def kv_attention(
     """
     stored = (key_codes, key_scale, key_zero, value_codes, value_scale, value_zero)
     rows = query.shape[2] * (query.shape[1] // key_codes.shape[1])
-    if gpu_of(query.device) is not None and extra_keys is None and rows <= _KERNEL_ROWS:
+    if gpu_of(query.device) is not None and rows <= _KERNEL_ROWS:
         from torchq.kernels.kv_cache_triton import attention_triton
 
-        options = (length, mask, mask_offset, scaling, softcap, window, sinks, key_format, value_format)
-        return attention_triton(query, *stored, *options)
+        extra = None
+        if extra_keys is not None:
+            assert extra_values is not None
+            options = (scaling, softcap, window, num_first)
+            extra = extra_part(query, extra_keys, extra_values, length, mask, mask_offset, *options)
+            sizes = (query.shape[2], key_codes.shape[2], extra_keys.shape[2])
+            mask, mask_offset = mask_of_stored(*sizes, length, mask, mask_offset, num_first)
+        return attention_triton(
+            query,
+            *stored,
+            length,
+            mask,
+            mask_offset,
+            scaling,
+            softcap,
+            window,
+            sinks,
+            key_format,
+            value_format,
+            extra=extra,
+        )
     keys, values = _Side(*stored[:3], key_format), _Side(*stored[3:], value_format)
     extras = None
     if extra_keys is not None:

@@ -8,6 +8,7 @@ how many are stored, the kernels find out; the number of parts depends on sizes 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from torchq.kernels.dispatch import gpu_of
 from torchq.kernels.kv_attention_triton import LOWEST, attention_kernel
+from torchq.kernels.kv_extras import Part
 from torchq.kernels.words_triton import _on
 
 _TILE_BYTES = 32 << 10  # of keys and values that a program has in shared memory, twice
@@ -298,6 +300,7 @@ def attention_triton(
     key_format: str,
     value_format: str,
     splits: int = 0,
+    extra: Part | None = None,
 ) -> Tensor:
     """Attend to the cache; return [B, Hq, q, DV] in query's dtype.
 
@@ -319,6 +322,7 @@ def attention_triton(
         key_format: ``"fp8"``, ``"int8"``, ``"int4"`` or ``"16bit"``.
         value_format: Likewise.
         splits: Parts of the cache; 0: as :func:`num_splits` says.
+        extra: One more part, of what is not in the cache.
     """
     (batch, q_heads, num_new, head_dim), (heads, slots) = query.shape, value_codes.shape[1::2]
     value_dim = value_codes.shape[2] * (2 if value_format == "int4" else 1)
@@ -352,12 +356,22 @@ def attention_triton(
             *sides[0].stride(), *sides[1].stride(), *sides[2].stride(), *sides[3].stride(), *mask_or_any.stride(),
             **fixed, num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
+        if extra is not None:
+            parts, most, sums = _joined((parts, most, sums), extra)
+            splits += 1
         reduce_kernel[(batch * heads * rep * num_new, triton.cdiv(value_dim, _REDUCE_BLOCK))](
             parts, most, sums, out if sinks is None else sinks, out, heads, rep, num_new, splits, rows,
             DV=value_dim, HAS_SINKS=sinks is not None, SPLITS=triton.next_power_of_2(splits),
             BLOCK=_REDUCE_BLOCK, num_warps=1 if splits <= 16 else 4,
         )  # fmt: skip
     return out
+
+
+def _joined(parts: Sequence[Tensor], extra: Part) -> list[Tensor]:
+    """One part more, filled up to as many rows."""
+    return [
+        torch.cat([part, torch.cat([more, part[:, :1, more.shape[2] :]], 2)], 1) for part, more in zip(parts, extra, strict=True)
+    ]
 
 
 def constants(
