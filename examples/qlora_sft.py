@@ -56,17 +56,22 @@ def main(
     learning_rate: float = 5e-4,
     rank: int = 16,
     seed: int = 0,
+    calibrate: Annotated[
+        int, typer.Option(help="Training samples to calibrate the base on (GPTQ); 0: rounds to the nearest.")
+    ] = 256,
     merge_aware: Annotated[bool, typer.Option(help="Train through the rounding of the merge.")] = False,
 ) -> None:
     base, tokenizer = load(model)
+    train, evaluation = questions(characters)
 
     # The packed base: quantized once, saved once, trained on, and served with the adapter on top.
-    report = torchq.quantize_(base, torchq.QuantConfig(scheme, group_size=group_size))
+    chats = [row["prompt"] + row["completion"] for row in train.select(range(calibrate))]
+    config = torchq.QuantConfig(scheme, group_size=group_size)
+    report = torchq.quantize_(base, config, calibration=chats or None, tokenizer=tokenizer)
     print(report.summary())
     torchq.save_pretrained(base, output / "base", tokenizer=tokenizer)
     torchq.prepare_for_training(base, merge_aware=merge_aware)
 
-    train, evaluation = questions(characters)
     trainer = SFTTrainer(
         base,
         args=SFTConfig(

@@ -28,9 +28,8 @@ def test_training_script_one_line() -> None:
 
 
 def test_qlora_sft(tmp_path: Path) -> None:
-    printed = run(
-        str(EXAMPLES / "qlora_sft.py"), "--output", str(tmp_path), "--steps", "2", "--batch", "2", "--characters", "120"
-    )
+    few = ("--steps", "2", "--batch", "2", "--characters", "120", "--calibrate", "16")
+    printed = run(str(EXAMPLES / "qlora_sft.py"), "--output", str(tmp_path), *few)
     assert printed.count("evaluation loss:") == 2 and "vllm serve" in printed
     load_pretrained(tmp_path / "merged")
     model = load_adapter(load_pretrained(tmp_path / "base"), tmp_path / "adapter")
