@@ -132,7 +132,7 @@ def without_gradient(stored: Tensor, new: Tensor) -> Tensor:
     """Return ``stored``, which was read from a cache: where ``new`` tokens in it want gradients, the backward pass raises."""
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and new.requires_grad):
         return stored
-    return _NoGradient.apply(stored, new)
+    return _NoGradient.apply(stored, new)  # type: ignore[no-untyped-call]
 
 
 def hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
