@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import and_masks, causal_mask_function, padding_mask_function, sdpa_mask
 
 from torchq.kernels.kv_attention import kv_attention
-from torchq.kv_layer import StoredStates
+from torchq.kv_side import StoredStates
 
 NAME = "torchq"
 
@@ -71,5 +71,25 @@ def _attend_16bit(
     return kv_attention(query, *stored, length, mask, start, sinks, "16bit", "16bit", scaling, softcap, 0, 0)
 
 
+def torchq_mask(
+    *,
+    kv_length: int,
+    kv_offset: Any = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """Make transformers' boolean mask, also where the first position is a tensor: in compiled code, for sliding layers.
+
+    Its own function would decide by that tensor whether padding has to be made longer.
+    """
+    if attention_mask is not None and isinstance(kv_offset, Tensor):
+        longer = torch.nn.functional.pad(attention_mask, (0, kv_length))
+        mask_function, attention_mask = and_masks(mask_function, padding_mask_function(longer)), None
+        kwargs["allow_is_causal_skip"] = False
+    options = {"mask_function": mask_function, "attention_mask": attention_mask, **kwargs}
+    return sdpa_mask(kv_length=kv_length, kv_offset=kv_offset, **options)
+
+
 AttentionInterface.register(NAME, torchq_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, torchq_mask)

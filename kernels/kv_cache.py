@@ -130,6 +130,9 @@ def kv_append(
     if gpu_of(key.device) is not None:
         from torchq.kernels.kv_cache_triton import append_triton
 
+        if static_scales and key_scale is not None and value_scale is not None:
+            key_scale, value_scale = (s.expand(*key.shape[:2], 1, key_codes.shape[2]) for s in (key_scale, value_scale))
+            arguments = (key, value, key_codes, key_scale, key_zero, value_codes, value_scale, value_zero, start)
         append_triton(*arguments, key_format, value_format, static_scales, wrap)
     else:
         append_ref(*arguments, key_format, value_format, static_scales, wrap)

@@ -84,7 +84,7 @@ class FP8KVCache(Cache):
             num_recent_tokens,
             lambda: decoder._attn_implementation == attention.NAME,
         )
-        self.settings, self.max_cache_len = settings, max_cache_len
+        self.settings = settings
         super().__init__(layers=_layers(decoder, settings, static))
 
     @property
@@ -94,7 +94,7 @@ class FP8KVCache(Cache):
 
     def __repr__(self) -> str:
         settings = self.settings
-        size = "grows" if self.max_cache_len is None else f"max_cache_len={self.max_cache_len}"
+        size = "grows" if settings.max_cache_len is None else f"max_cache_len={settings.max_cache_len}"
         return f"FP8KVCache({len(self.layers)} layers, keys {settings.key_format}, values {settings.value_format}, {size})"
 
 
@@ -136,11 +136,14 @@ def _layers(config: PreTrainedConfig, settings: LayerSettings, scales: Mapping[i
     if not own:
         raise ValueError(f"config: transformers has no KV cache for {type(config).__name__}")
     others = StaticCache(config, settings.max_cache_len).layers if settings.max_cache_len is not None else own
-    head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // getattr(config, "num_attention_heads", 1)
+    configs = getattr(config, "per_layer_config", None) or [config] * len(own)  # new in transformers: heads may differ
     layers: list[Any] = []
-    for index, (layer, other) in enumerate(zip(own, others, strict=True)):
+    for index, (layer, other, of_layer) in enumerate(zip(own, others, configs, strict=False)):
         static = None if scales is None else scales.get(index)
         if type(layer) is DynamicLayer or type(layer) is DynamicSlidingWindowLayer:
+            head_dim = getattr(of_layer, "head_dim", None) or (
+                getattr(of_layer, "hidden_size", 0) // getattr(of_layer, "num_attention_heads", 1)
+            )
             for kv_format in (settings.key_format, settings.value_format):
                 check_head_dim(kv_format, head_dim)
             if scales is not None and static is None:

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from torchq.kernels.kv_attention import kv_attention
 from torchq.kernels.kv_cache import CODE_DTYPE, GROUP_SIZE, dequantize_kv, kv_append, quantize_kv
-from torchq.kv_side import Side, check_head_dim, rotate
+from torchq.kv_side import Side, StoredStates, check_head_dim, hadamard, rotate, without_gradient
 
 GROWTH = 128
 """Slots by which a cache without max_cache_len grows: copying it that often is 1 % of what attention reads."""
@@ -29,28 +29,6 @@ class LayerSettings:
     num_sink_tokens: int
     num_recent_tokens: int
     reads_stored: Callable[[], bool]  # whether the model's attention takes StoredStates
-
-
-class StoredStates:
-    """Stands for the keys or values of a layer on their way from ``update`` to torchq's attention, which reads them as stored."""
-
-    def __init__(self, layer: KVCacheLayer, kind: str) -> None:
-        self.layer, self.kind = layer, kind
-        self.dtype, self.device, self.ndim = layer.dtype, layer.device, 4
-
-    @property
-    def shape(self) -> torch.Size:
-        """[B, H, slots, D]."""
-        codes = self.layer.key.codes
-        return torch.Size((*codes.shape[:3], self.layer.head_dim if self.kind == "keys" else self.layer.value_dim))
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Explain that only torchq's attention can read these."""
-        raise TypeError(
-            f"this model's attention calls {getattr(func, '__name__', func)} on keys and values of a quantized KV cache itself, "
-            "which only torchq's attention can do; use model.set_attn_implementation('sdpa'): the cache then returns 16-bit ones"
-        )
 
 
 class KVCacheLayer(CacheLayerMixin):
@@ -93,6 +71,7 @@ class KVCacheLayer(CacheLayerMixin):
         scales = self.static_scales or (None, None)
         self.key = self._new_side(self.settings.key_format, self.head_dim, scales[0], False)
         self.value = self._new_side(self.settings.value_format, self.value_dim, scales[1], True)
+        self.rotation = hadamard(self.head_dim, self.dtype, self.device) if self.settings.rotate_keys else None
         self.num_first = 0 if self.wraps else self.settings.num_sink_tokens
         self.num_recent = min(self.settings.num_recent_tokens, max(0, (self.sliding_window or self.slots) - self.num_first))
         self.extra_keys = self.extra_values = None
@@ -123,7 +102,7 @@ class KVCacheLayer(CacheLayerMixin):
         codes = new(dim // 2 if kv_format == "int4" else dim, CODE_DTYPE[kv_format], not transposed)
         if static_scale is not None:
             scale = static_scale.to(self.device, torch.float32).reshape(1, -1, 1, 1)
-            return Side(codes, scale.expand(self.batch_size, self.num_heads, 1, self.slots), None, transposed, True)
+            return Side(codes, scale.expand(-1, self.num_heads, -1, -1).contiguous(), None, transposed, True)
         groups = dim // GROUP_SIZE if kv_format == "int4" else 1
         zero = new(groups, torch.uint8, False) if kv_format == "int4" else None
         return Side(codes, new(groups, torch.bfloat16, False), zero, transposed)
@@ -147,10 +126,10 @@ class KVCacheLayer(CacheLayerMixin):
         if self._known_length is None:
             self._known_length = int(self.length)
         stored = self._known_length
-        if self.is_compileable:
-            if not self.wraps and stored + tokens > self.slots:
+        if (most := self.settings.max_cache_len) is not None:
+            if stored + tokens > most:  # sliding layers too: they would otherwise have tokens that the others have not
                 raise ValueError(
-                    f"the KV cache holds max_cache_len={self.slots} tokens, {stored} of them taken, and cannot take {tokens} "
+                    f"the KV cache holds max_cache_len={most} tokens, {stored} of them taken, and cannot take {tokens} "
                     "more; nothing was written. Make the cache longer (max_cache_len=...), or let it grow (max_cache_len=None)"
                 )
             return
@@ -181,8 +160,6 @@ class KVCacheLayer(CacheLayerMixin):
 
         for side in (self.key, self.value):
             side.map(larger)
-            if side.static and side.scale is not None:
-                side.scale = side.scale[..., :1].expand(-1, -1, -1, slots)
         self.slots = slots
 
     # -------------------------------------------------------------------------------------------------------------- update
@@ -208,21 +185,21 @@ class KVCacheLayer(CacheLayerMixin):
         past = None
         if self.wraps and self.is_compileable and not first and tokens > 1:
             past = self._past(tokens)
-        rotated = rotate(key_states) if self.settings.rotate_keys else key_states
+        rotated = rotate(key_states, self.rotation)
         self._append(rotated.detach(), value_states.detach())
         if first:
             return key_states, value_states
-        if past is not None:
-            return self._with_past(past, rotated, value_states)
         self._mask_offset = self._offset(tokens)
-        if self.settings.reads_stored():
+        if past is None and self.settings.reads_stored():
             return StoredStates(self, "keys"), StoredStates(self, "values")
-        return self._read(tokens)
+        keys, values = self._read(tokens) if past is None else self._with_past(past, rotated.detach(), value_states.detach())
+        return without_gradient(keys, key_states), without_gradient(values, value_states)
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         tokens = keys.shape[2]
         formats = (self.settings.key_format, self.settings.value_format)
-        kv_append(keys, values, *self._stored(), self.length, *formats, self.key.static, self.wraps)
+        sides = (side_part for side in (self.key, self.value) for side_part in (side.codes, side.scale, side.zero))
+        kv_append(keys, values, *sides, self.length, *formats, self.key.static, self.wraps)
         if self.extra_keys is not None and self.extra_values is not None:
             position = self.length + torch.arange(tokens, device=self.device)
             unused = self.num_first + self.num_recent
@@ -294,7 +271,7 @@ class KVCacheLayer(CacheLayerMixin):
             keys, values = (side.read_runs(runs, fmt, self.dtype) for side, fmt in sides)
         if self.extra_keys is not None and self.extra_values is not None:
             self._overlay(keys, values)
-        return (rotate(keys) if self.settings.rotate_keys else keys), values
+        return rotate(keys, self.rotation), values
 
     def _overlay(self, keys: Tensor, values: Tensor) -> None:
         """Put the first and the most recent tokens over what was dequantized of them.
@@ -328,12 +305,15 @@ class KVCacheLayer(CacheLayerMixin):
         for old, new, side, kv_format in zip(
             sides, (keys, values), (self.key, self.value), (self.settings.key_format, self.settings.value_format), strict=True
         ):
-            codes = quantize_kv(new, kv_format, side.scale[..., :1] if side.static and side.scale is not None else None)
-            scale = side.scale[..., :1] if side.static and side.scale is not None else codes.scale
+            codes = quantize_kv(new, kv_format, side.scale if side.static else None)
+            scale = side.scale if side.static else codes.scale
             stored = dequantize_kv(codes.codes, scale, codes.zero, kv_format, self.dtype)
             room = old.new_zeros(*old.shape[:2], tokens, old.shape[3])
             results.append(torch.cat([old, room], 2).index_copy(2, position, stored))
-        return (rotate(results[0]) if self.settings.rotate_keys else results[0]), results[1]
+        if self.extra_keys is not None:
+            self._mask_offset = first
+            self._overlay(*results)
+        return rotate(results[0], self.rotation), results[1]
 
     # ------------------------------------------------------------------------------------------------- attention as stored
 
@@ -344,15 +324,10 @@ class KVCacheLayer(CacheLayerMixin):
         extras = (self.extra_keys, self.extra_values)
         if extras[0] is not None and extras[1] is not None:
             extras = extras[0][:, :, :-1], extras[1][:, :, :-1]
-        if self.settings.rotate_keys:
-            query = rotate(query)
         looking = (self.length, mask, self._mask_offset, sinks)
         options = (self.settings.key_format, self.settings.value_format, scaling, softcap, self._window, self.num_first)
-        return kv_attention(query, *self._stored(), *extras, *looking, *options)
-
-    def _stored(self) -> tuple[Tensor | None, ...]:
-        key, value = self.key, self.value
-        return (key.codes, key.scale, key.zero, value.codes, value.scale, value.zero)
+        stored = (*self.key.as_stored(), *self.value.as_stored())
+        return kv_attention(rotate(query, self.rotation), *stored, *extras, *looking, *options)
 
     # ----------------------------------------------------------------------------------------- what generation does to caches
 
@@ -389,9 +364,10 @@ class KVCacheLayer(CacheLayerMixin):
         """Forget the newest ``-tokens_to_remove`` tokens (a negative number, as in transformers)."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes a negative number, the tokens to remove, got {tokens_to_remove}")
-        removed, self._uncropped = -tokens_to_remove, 0
-        if removed == 0 or not self.is_initialized:
+        self._uncropped = 0
+        if tokens_to_remove == 0 or not self.is_initialized:
             return
+        removed = min(-tokens_to_remove, self._host_length())
         if self.wraps and not self.record_past and self._host_length() > self.slots:
             raise RuntimeError(
                 "crop: this sliding layer has already overwritten the tokens that would come back into its window; call "
@@ -430,9 +406,6 @@ class KVCacheLayer(CacheLayerMixin):
         if self.extra_keys is not None and self.extra_values is not None:
             self.extra_keys, self.extra_values = keep(self.extra_keys), keep(self.extra_values)
         self.batch_size = self.key.codes.shape[0]
-        for side in (self.key, self.value):
-            if side.static and side.scale is not None:
-                side.scale = side.scale[:1].expand(self.batch_size, -1, -1, -1)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Give each sequence what sequence ``beam_idx[i]`` has (beam search)."""

@@ -5,25 +5,39 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from torchq.kernels.kv_cache import GROUP_SIZE, dequantize_kv
 
+if TYPE_CHECKING:
+    from torchq.kv_layer import KVCacheLayer
+
 _BLOCK_VALUES = 1 << 20  # dequantized at a time
+_UNREADABLE = (
+    "this model's attention calls {} on keys and values of a quantized KV cache itself, which only torchq's attention can do; "
+    "use model.set_attn_implementation('sdpa'): the cache then returns 16-bit ones"
+)
 
 
 @dataclass
 class Side:
-    """Keys, or values (transposed), as :mod:`torchq.kernels.kv_cache` stores them."""
+    """Keys, or values (transposed), as :mod:`torchq.kernels.kv_cache` stores them; a static scale is [1, H, 1, 1]."""
 
     codes: Tensor
     scale: Tensor | None
     zero: Tensor | None
     transposed: bool
     static: bool = False
+
+    def as_stored(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What attention takes: a static scale for each slot."""
+        if not self.static or self.scale is None:
+            return self.codes, self.scale, self.zero
+        return self.codes, self.scale.expand(*self.codes.shape[:2], 1, self.codes.shape[-1 if self.transposed else 2]), self.zero
 
     def tensors(self) -> dict[str, Tensor]:
         """What grows, is reordered and counts as memory: all but static scales."""
@@ -40,8 +54,8 @@ class Side:
         """Dequantize [B, H, n, D]."""
 
         def pick(tensor: Tensor | None, dim: int) -> Tensor | None:
-            if tensor is None:
-                return None
+            if tensor is None or (self.static and tensor is self.scale):
+                return tensor
             if isinstance(slots, Tensor):
                 return _bytewise(tensor, lambda t: t.index_select(dim, slots))
             return tensor.narrow(dim, slots.start, slots.stop - slots.start)
@@ -73,29 +87,70 @@ class Side:
         return out
 
 
+class StoredStates:
+    """Stands for the keys or values of a layer on their way from ``update`` to torchq's attention, which reads them as stored."""
+
+    def __init__(self, layer: KVCacheLayer, kind: str) -> None:
+        self.layer, self.kind = layer, kind
+        self.dtype, self.device, self.ndim = layer.dtype, layer.device, 4
+
+    @property
+    def shape(self) -> torch.Size:
+        """[B, H, slots, D]."""
+        codes = self.layer.key.codes
+        return torch.Size((*codes.shape[:3], self.layer.head_dim if self.kind == "keys" else self.layer.value_dim))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Explain that only torchq's attention can read these."""
+        raise TypeError(_UNREADABLE.format(getattr(func, "__name__", func)))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_UNREADABLE.format(name))
+
+
 def check_head_dim(kv_format: str, dim: int) -> None:
     """Raise ValueError if a format cannot hold heads of ``dim`` channels."""
     if kv_format == "int4" and dim % (2 * GROUP_SIZE):
         raise ValueError(f"dtype: 'int4' needs a head_dim that {2 * GROUP_SIZE} divides, got {dim}; use 'int8' or 'fp8'")
 
 
-@cache
-def _hadamard(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The orthonormal, symmetric Hadamard matrix of a power of two."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stored: Tensor, new: Tensor) -> Tensor:
+        return stored.view_as(stored)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            "a quantized KV cache passes no gradients to the tokens it stores, except to those of its first call; train with "
+            "use_cache=False, or give all tokens at once"
+        )
+
+
+def without_gradient(stored: Tensor, new: Tensor) -> Tensor:
+    """Return ``stored``, which was read from a cache: where ``new`` tokens in it want gradients, the backward pass raises."""
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and new.requires_grad):
+        return stored
+    return _NoGradient.apply(stored, new)  # type: ignore[no-untyped-call]
+
+
+def hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The orthonormal, symmetric Hadamard matrix of the largest power of two that divides ``dim``."""
+    size = dim & -dim
+    matrix = torch.ones(1, 1, dtype=torch.float64, device=device)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (matrix / math.sqrt(size)).to(device, dtype)
+    return (matrix / math.sqrt(size)).to(dtype)
 
 
-def rotate(x: Tensor) -> Tensor:
-    """Multiply [..., D] by an orthonormal, symmetric matrix: Hadamard's, in blocks of the largest power of two that divides D.
+def rotate(x: Tensor, rotation: Tensor | None) -> Tensor:
+    """Multiply [..., D], in blocks, by an orthonormal, symmetric matrix (:func:`hadamard`'s); None: leave it.
 
     It spreads outlier channels over all, and leaves products of rotated queries and rotated keys what they were; twice is not at
     all (QuaRot, Ashkboos et al. 2024, arXiv:2404.00456).
     """
-    size = x.shape[-1] & -x.shape[-1]
-    return (x.unflatten(-1, (-1, size)) @ _hadamard(size, x.dtype, x.device)).flatten(-2)
+    return x if rotation is None else (x.unflatten(-1, (-1, len(rotation))) @ rotation.to(x.dtype)).flatten(-2)
 
 
 def _bytewise(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
