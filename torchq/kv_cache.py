@@ -84,7 +84,7 @@ class FP8KVCache(Cache):
             num_recent_tokens,
             lambda: decoder._attn_implementation == attention.NAME,
         )
-        self.settings, self.max_cache_len = settings, max_cache_len
+        self.settings = settings
         super().__init__(layers=_layers(decoder, settings, static))
 
     @property
@@ -94,7 +94,7 @@ class FP8KVCache(Cache):
 
     def __repr__(self) -> str:
         settings = self.settings
-        size = "grows" if self.max_cache_len is None else f"max_cache_len={self.max_cache_len}"
+        size = "grows" if settings.max_cache_len is None else f"max_cache_len={settings.max_cache_len}"
         return f"FP8KVCache({len(self.layers)} layers, keys {settings.key_format}, values {settings.value_format}, {size})"
 
 
