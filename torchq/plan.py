@@ -16,6 +16,8 @@ from torchq.kv_side import check_head_dim
 KV_FORMATS = ("16bit", "fp8", "fp8_static", "int8", "int4")
 """What ``kv_cache`` may be. ``"fp8_static"``: scales from a checkpoint, which no token adds to."""
 
+_COUNTED = "layers of full, sliding and linear attention are"
+
 
 @dataclass(frozen=True)
 class _Layer:
@@ -67,9 +69,7 @@ def kv_cache_bytes(config: Any, tokens: int, batch: int = 1, kv_cache: str | tup
     return batch * sum(layer.bytes_per_token(*formats) * _kept(layer, tokens) for layer in _layers(config, formats))
 
 
-def tokens_that_fit(
-    config: Any, num_bytes: float, batch: int = 1, kv_cache: str | tuple[str, str] = "16bit"
-) -> int | None:
+def tokens_that_fit(config: Any, num_bytes: float, batch: int = 1, kv_cache: str | tuple[str, str] = "16bit") -> int | None:
     """Return the most tokens of each sequence whose keys and values fit into ``num_bytes``; None: any number does.
 
     Args:
@@ -85,7 +85,7 @@ def tokens_that_fit(
     formats = _as_formats(kv_cache)
     layers = _layers(config, formats)
     tokens, left = 0, num_bytes / batch if batch else 0.0
-    for window in sorted({layer.window for layer in layers if layer.window is not None}) + [None]:
+    for window in [*sorted({layer.window for layer in layers if layer.window is not None}), None]:
         growing = sum(layer.bytes_per_token(*formats) for layer in layers if layer.window is None or layer.window > tokens)
         if not growing or not batch:
             return None
@@ -129,7 +129,10 @@ def _layers(config: Any, formats: tuple[str, str]) -> list[_Layer]:
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"config must be a model's configuration (model.config), got {type(config).__name__}")
     decoder = config.get_text_config(decoder=True)
-    own = DynamicCache(config=decoder).layers
+    try:
+        own = DynamicCache(config=decoder).layers
+    except KeyError as error:  # of a kind that comes with the model's code
+        raise NotImplementedError(f"{type(config).__name__} has layers of {error}, which is not counted; {_COUNTED}") from error
     each = getattr(decoder, "per_layer_config", None) or [decoder] * len(own)  # heads may differ between layers
     layers = []
     for index, cached in enumerate(own):
@@ -141,7 +144,7 @@ def _layers(config: Any, formats: tuple[str, str]) -> list[_Layer]:
         elif isinstance(cached, DynamicLayer):
             raise NotImplementedError(
                 f"layer {index} of {type(config).__name__} keeps more than keys and values ({type(cached).__name__}), which is "
-                "not counted; count layers of full, sliding and linear attention only"
+                f"not counted; {_COUNTED}"
             )
     return layers
 
