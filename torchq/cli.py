@@ -204,7 +204,8 @@ def _print_demo(rows: list[Any], tokens: int) -> None:
         console.print(
             f"Keys and values of a token: {rows[0].kv_bytes_per_token / 1024:.1f} KiB in 16 bits, "
             f"{cached.kv_bytes_per_token / 1024:.1f} KiB in {cached.kv_cache}. Predictions are those with the caches in use, of "
-            f"windows of 512 tokens: the first alone, then {CACHED_TOKENS} at a time, which read what is stored.",
+            f"windows of 512 tokens: the first alone, then {CACHED_TOKENS} at a time, which read what is stored. The first row "
+            "is a 16-bit cache read in the same way: what differs there is bfloat16's rounding.",
             highlight=False,
         )
 

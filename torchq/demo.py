@@ -36,7 +36,11 @@ _ROUNDS = 3
 
 @dataclass
 class DemoRow:
-    """One line of the table; ``divergence`` is None for the 16-bit model with a 16-bit cache."""
+    """One line of the table.
+
+    ``divergence`` of the 16-bit model itself is None, or, where there are quantized caches beside it, what an unquantized cache
+    read by the same attention makes of its predictions: bfloat16's rounding.
+    """
 
     name: str
     num_bytes: int
@@ -83,52 +87,41 @@ def run_demo(
     source = source or demo_model_path()
     say(f"loading {Path(source).name}")
     base, tokenizer = load_source(source, dtype=torch.bfloat16)
-    runs = {"bfloat16": _Run(base, None)}
+    runs = {"bfloat16": _Run(base)}
     if kv_cache is not None:
         runs[f"bfloat16, {kv_cache} cache"] = cached = _Run(base, kv_cache)
         cached.new_cache()  # an error, if there is one, before the work
         base.set_attn_implementation("torchq")  # reads the cache as it is stored; with any other it is what it was
     windows = token_windows(tokenizer, english_text(), num_windows=-(-num_tokens // 512), length=512)
     for name, config in RECIPES.items():
-        label = name if kv_cache is None else f"{name}, {kv_cache} cache"
-        runs[label] = _Run(_quantized(base, tokenizer, config, folder / name.replace(" ", "-"), name, say), kv_cache)
+        model = _quantized(base, tokenizer, config, folder / name.replace(" ", "-"), name, say)
+        runs[name if kv_cache is None else f"{name}, {kv_cache} cache"] = _Run(model, kv_cache or "16bit")
     speeds, texts = _generate(runs, tokenizer, new_tokens)
     rows = []
     for name, run in runs.items():
         divergence = None
-        if name != "bfloat16":
+        if run.model is not base or kv_cache is not None:
             say(f"{name}: comparing predictions on {num_tokens} tokens of English prose")
-            divergence = measure_divergence(base, run.model, windows, cache=None if run.kv_cache is None else run.new_cache)
+            divergence = measure_divergence(base, run.model, windows, cache=None if kv_cache is None else run.new_cache)
         num_bytes, num_weights = _size(run.model)
-        cache = run.kv_cache or "16bit"
-        rows.append(
-            DemoRow(
-                name=name,
-                num_bytes=num_bytes,
-                bits_per_weight=8 * num_bytes / num_weights,
-                tokens_per_second=speeds[name],
-                text=texts[name],
-                divergence=divergence,
-                kv_cache=cache,
-                kv_bytes_per_token=kv_bytes_per_token(base.config, cache),
-            )
-        )
+        per_token = kv_bytes_per_token(base.config, run.kv_cache)
+        bits = 8 * num_bytes / num_weights
+        rows.append(DemoRow(name, num_bytes, bits, speeds[name], texts[name], divergence, run.kv_cache, per_token))
     return rows
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A model, and the dtype of its KV cache; None: 16 bits."""
+    """A model, and the dtype of its KV cache."""
 
     model: Any
-    kv_cache: str | None
+    kv_cache: str = "16bit"
 
     def new_cache(self) -> Any:
-        """A quantized cache."""
+        """A cache of that dtype; also in 16 bits one that torchq's attention reads."""
         from torchq.kv_cache import FP8KVCache
 
-        assert self.kv_cache is not None
-        return FP8KVCache(self.model.config, dtype=self.kv_cache)
+        return FP8KVCache(self.model.config, key_dtype=self.kv_cache, value_dtype=self.kv_cache)
 
 
 def _quantized(base: nn.Module, tokenizer: Any, config: QuantConfig, target: Path, name: str, say: Callable[[str], None]) -> Any:
@@ -173,7 +166,7 @@ def _generate(runs: dict[str, _Run], tokenizer: Any, new_tokens: int) -> tuple[d
             started = time.perf_counter()
             output = run.model.generate(
                 **inputs,
-                **({} if run.kv_cache is None else {cache_argument(run.model): run.new_cache()}),
+                **({} if run.kv_cache == "16bit" else {cache_argument(run.model): run.new_cache()}),
                 max_new_tokens=new_tokens,
                 min_new_tokens=new_tokens,
                 do_sample=False,

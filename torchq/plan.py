@@ -2,7 +2,9 @@
 
     bytes per token = sum over layers of H (s(D) + s(Dv)),    s(D) = 2 D in 16 bits, D + 2 in 8, D / 2 + 3 D / 32 in 4
 
-H key/value heads, D channels of a key, Dv of a value; scales as :mod:`torchq.kernels.kv_cache` stores them. No model is built.
+H key/value heads, D channels of a key, Dv of a value; scales as :mod:`torchq.kernels.kv_cache` stores them. No model is built:
+the layers are those of transformers' own cache for a configuration, heads and channels what the configuration says. (A model may
+do otherwise in its code: MiMo-V2-Flash has twice the heads in sliding layers.)
 """
 
 from __future__ import annotations
@@ -62,9 +64,10 @@ def kv_cache_bytes(config: Any, tokens: int, batch: int = 1, kv_cache: str | tup
         kv_cache: See :func:`kv_bytes_per_token`.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: As :func:`kv_bytes_per_token`, or if a number is negative.
+        ValueError, TypeError, NotImplementedError: As :func:`kv_bytes_per_token`, or if a number is too small.
     """
-    _check_numbers(tokens=tokens, batch=batch)
+    _check_at_least(0, tokens=tokens)
+    _check_at_least(1, batch=batch)
     formats = _as_formats(kv_cache)
     return batch * sum(layer.bytes_per_token(*formats) * _kept(layer, tokens) for layer in _layers(config, formats))
 
@@ -81,20 +84,18 @@ def tokens_that_fit(config: Any, num_bytes: float, batch: int = 1, kv_cache: str
     Raises:
         ValueError, TypeError, NotImplementedError: As :func:`kv_cache_bytes`.
     """
-    _check_numbers(num_bytes=num_bytes, batch=batch)
+    _check_at_least(0, num_bytes=num_bytes)
+    _check_at_least(1, batch=batch)
     formats = _as_formats(kv_cache)
     layers = _layers(config, formats)
-    tokens, left = 0, num_bytes / batch if batch else 0.0
-    for window in [*sorted({layer.window for layer in layers if layer.window is not None}), None]:
+    tokens, left = 0, num_bytes / batch
+    for window in sorted({layer.window for layer in layers if layer.window is not None}):  # where another layer stops growing
         growing = sum(layer.bytes_per_token(*formats) for layer in layers if layer.window is None or layer.window > tokens)
-        if not growing or not batch:
-            return None
-        more = int(left // growing)
-        if window is None or more <= window - tokens:
-            return tokens + more
-        left -= growing * (window - tokens)
-        tokens = window
-    raise AssertionError("the last stretch has no end")
+        if growing * (window - tokens) > left:
+            return tokens + int(left // growing)
+        tokens, left = window, left - growing * (window - tokens)
+    growing = sum(layer.bytes_per_token(*formats) for layer in layers if layer.window is None)
+    return tokens + int(left // growing) if growing else None
 
 
 def _kept(layer: _Layer, tokens: int) -> int:
@@ -108,10 +109,10 @@ def _as_formats(kv_cache: str | tuple[str, str]) -> tuple[str, str]:
     return formats
 
 
-def _check_numbers(**numbers: float) -> None:
+def _check_at_least(least: int, **numbers: float) -> None:
     for name, number in numbers.items():
-        if number < 0:
-            raise ValueError(f"{name} must be 0 or more, got {number!r}")
+        if number < least:
+            raise ValueError(f"{name} must be {least} or more, got {number!r}")
 
 
 def _side_bytes(kv_format: str, dim: int) -> int:
@@ -124,7 +125,7 @@ def _side_bytes(kv_format: str, dim: int) -> int:
 def _layers(config: Any, formats: tuple[str, str]) -> list[_Layer]:
     """The layers that keep keys and values: those that transformers' own cache has for this model."""
     from transformers import DynamicCache, PreTrainedConfig
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"config must be a model's configuration (model.config), got {type(config).__name__}")
@@ -136,7 +137,8 @@ def _layers(config: Any, formats: tuple[str, str]) -> list[_Layer]:
     each = getattr(decoder, "per_layer_config", None) or [decoder] * len(own)  # heads may differ between layers
     layers = []
     for index, cached in enumerate(own):
-        if type(cached) is DynamicLayer or type(cached) is DynamicSlidingWindowLayer:
+        plain = type(cached) is DynamicLayer or type(cached) is DynamicSlidingWindowLayer
+        if plain or (isinstance(cached, DynamicLayer) and isinstance(cached, LinearAttentionLayer)):
             layer = _layer(each[index], getattr(cached, "sliding_window", None))
             for kv_format, dim in zip(formats, (layer.key_dim, layer.value_dim), strict=True):
                 check_head_dim(kv_format, dim)
@@ -154,8 +156,16 @@ def _layer(config: Any, window: int | None) -> _Layer:
     latent = getattr(config, "kv_lora_rank", None)
     if latent:  # multi-head latent attention: transformers keeps latents for all heads, and the part that rotary embeddings turn
         return _Layer(1, latent, config.qk_rope_head_dim, window)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+    def setting(name: str) -> Any:
+        own = getattr(config, f"swa_{name}", None) if window is not None else None  # of sliding layers (Inkling)
+        return own or getattr(config, name, None)
+
+    heads, head_dim = setting("num_attention_heads"), setting("head_dim")
+    if not heads:
+        raise ValueError(f"config: {type(config).__name__} has no num_attention_heads, so there are no keys and values to count")
+    head_dim = head_dim or config.hidden_size // heads
+    heads = setting("num_key_value_heads") or heads
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         heads = 1  # Falcon, GPT-BigCode
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return _Layer(heads, head_dim, getattr(config, "v_head_dim", None) or head_dim, window)
