@@ -142,3 +142,25 @@ def test_demo_runs_the_main_job_on_a_real_model(tmp_path, monkeypatch, capsys):
     assert w8["divergence"]["flip_rate"] < w4["divergence"]["flip_rate"] < 0.5
     assert all(row["text"] for row in rows.values())
     assert load_pretrained(out / "W8A8").config.model_type == "llama"
+
+
+@pytest.mark.slow
+def test_demo_with_a_quantized_cache(tmp_path, monkeypatch, capsys):
+    figures = tmp_path / "demo.json"
+    code, stdout, _ = run(monkeypatch, capsys, "demo", "--tokens", 512, "--kv-cache", "int8", "--json", figures)
+    text = " ".join(stdout.split())
+    assert (
+        code == 0 and "22.5 KiB in 16 bits, 11.6 KiB in int8" in text and "then 32 at a time, which read what is stored" in text
+    )
+    rows = {row["name"]: row for row in json.loads(figures.read_text())}
+    assert list(rows) == ["bfloat16", "bfloat16, int8 cache", "W4A16 g64, int8 cache", "W8A8, int8 cache"]
+    kl = [row["divergence"]["mean_kl"] for row in rows.values()]
+    assert 0 < kl[0] < 0.01 and kl[1] < 0.01 < kl[3] < kl[2]
+    assert all(row["text"] for row in rows.values())
+
+
+def test_demo_refuses_an_unknown_cache_before_anything_is_loaded(monkeypatch, capsys):
+    code, _, stderr = run(monkeypatch, capsys, "demo", "--model", "no/such-model", "--kv-cache", "fp4")
+    assert code == 2 and "kv_cache must be one of ('fp8', 'int8', 'int4'), or None for 16 bits, got 'fp4'" in " ".join(
+        stderr.split()
+    )

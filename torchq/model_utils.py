@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
@@ -36,6 +37,14 @@ def quantization_method(model: nn.Module) -> str | None:
     settings = getattr(getattr(model, "config", None), "quantization_config", None)
     method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
     return None if method is None else str(getattr(method, "value", method))
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return what the model's ``forward`` and ``generate`` call their KV cache; transformers is renaming it.
+
+    ``"cache"`` where there is one; else the older ``"past_key_values"``, which all supported releases take.
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def strip_quantization_config(model: nn.Module) -> None:

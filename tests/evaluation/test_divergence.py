@@ -4,7 +4,10 @@ import math
 import pytest
 import torch
 
+from torchq import FP8KVCache
+from torchq.evaluation import divergence
 from torchq.evaluation.divergence import english_text, measure_divergence, token_windows
+from torchq.model_utils import cache_argument
 from torchq.testing import tiny_llama
 
 
@@ -43,6 +46,42 @@ def test_figures_equal_a_literal_computation():
     assert result.flip_rate == pytest.approx(sum(map(float, flips)) / len(flips))
     assert result.perplexity == pytest.approx(math.exp(sum(nll) / len(nll)), rel=1e-5)
     assert result.flip_rate > 0 and result.mean_kl > 0
+
+
+def test_with_its_own_cache_a_model_does_not_diverge_from_itself():
+    model, windows = tiny_llama(), _windows(2, 100)
+    plain = measure_divergence(model, model, windows)
+    cached = measure_divergence(model, model, windows, cache=lambda: None)
+    assert cached.mean_kl == 0 and cached.num_tokens == plain.num_tokens == 2 * 99
+    assert cached.perplexity == pytest.approx(plain.perplexity, rel=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "torchq"])
+def test_a_cache_is_in_use_whatever_the_pieces(implementation, monkeypatch):
+    model, windows, caches = tiny_llama(head_dim=64), _windows(2, 100), []
+
+    def new_cache():
+        caches.append(FP8KVCache(model.config, dtype="int4"))
+        return caches[-1]
+
+    model.set_attn_implementation(implementation)
+    in_pieces = measure_divergence(model, model, windows, cache=new_cache)
+    monkeypatch.setattr(divergence, "CACHED_TOKENS", 1)
+    one_by_one = measure_divergence(model, model, windows, cache=new_cache)
+    assert len(caches) == 4 and all(cache.get_seq_length() == 99 for cache in caches)
+    assert in_pieces.mean_kl == pytest.approx(one_by_one.mean_kl, rel=1e-3) and in_pieces.flip_rate == one_by_one.flip_rate
+    assert 1e-3 < in_pieces.mean_kl < 0.2
+
+
+@torch.no_grad()
+def test_a_caches_figures_equal_a_literal_computation():
+    model, (ids,) = tiny_llama(head_dim=64), _windows(1, 50)
+    cache, rows = FP8KVCache(model.config, dtype="int8"), []
+    for token in ids[:-1]:
+        rows.append(model(token[None, None], use_cache=True, **{cache_argument(model): cache}).logits[0, 0].double().softmax(-1))
+    p, q = model(ids[None]).logits[0, :-1].double().softmax(-1), torch.stack(rows)
+    result = measure_divergence(model, model, [ids], cache=lambda: FP8KVCache(model.config, dtype="int8"))
+    assert result.mean_kl == pytest.approx((p * (p / q).log()).sum(-1).mean().item(), rel=1e-2)
 
 
 def test_bad_input_is_named():

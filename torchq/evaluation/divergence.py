@@ -2,17 +2,25 @@
 
 KL(base || quantized) of the next-token distributions, the greedy token's flip rate, and both perplexities; softmax in
 float32. One window of both models' logits is in memory at a time.
+
+A forward pass of a whole window looks at keys and values that no cache has held. With ``cache``, windows come in pieces instead,
+one token and then ``CACHED_TOKENS`` at a time, so that all tokens but the first read what the cache holds of those before them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from torchq.model_utils import cache_argument
+
+CACHED_TOKENS = 32
+"""Tokens of a call with a cache. A quantized cache stores, and gives each of them, what it would if they came one by one."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +49,17 @@ class Divergence:
 
 
 @torch.no_grad()
-def measure_divergence(base: nn.Module, quantized: nn.Module, windows: Iterable[Tensor]) -> Divergence:
-    """Compare two causal language models with one vocabulary.
+def measure_divergence(
+    base: nn.Module, quantized: nn.Module, windows: Iterable[Tensor], *, cache: Callable[[], Any] | None = None
+) -> Divergence:
+    """Compare two causal language models with one vocabulary, or one model with two caches.
 
     Args:
         base: The original; returns an object with ``.logits`` [1, T, V].
         quantized: The quantized model.
         windows: Token ids, [T] int64 each, T >= 2; the first token of each is context only.
+        cache: Makes a cache for the quantized model, e.g. ``lambda: FP8KVCache(model.config)``; the base then sees the same
+            pieces with its own. None: a forward pass of each window, without caches.
 
     Raises:
         ValueError: If there are no windows, or the vocabularies differ.
@@ -56,8 +68,8 @@ def measure_divergence(base: nn.Module, quantized: nn.Module, windows: Iterable[
     nll = torch.zeros(2, dtype=torch.float64)
     for window in windows:
         ids = window.unsqueeze(0)
-        base_log_probs = _log_probs(base, ids)
-        quantized_log_probs = _log_probs(quantized, ids)
+        base_log_probs = _log_probs(base, ids) if cache is None else _cached_log_probs(base, ids, None)
+        quantized_log_probs = _log_probs(quantized, ids) if cache is None else _cached_log_probs(quantized, ids, cache())
         if base_log_probs.shape != quantized_log_probs.shape:
             raise ValueError(
                 f"base and quantized must share a vocabulary, got {base_log_probs.shape[-1]} and {quantized_log_probs.shape[-1]}"
@@ -86,6 +98,17 @@ def measure_divergence(base: nn.Module, quantized: nn.Module, windows: Iterable[
 def _log_probs(model: nn.Module, ids: Tensor) -> Tensor:
     """[T - 1, V] float32 log-probabilities of the tokens after the first."""
     return model(ids).logits[0, :-1].float().log_softmax(-1)
+
+
+def _cached_log_probs(model: nn.Module, ids: Tensor, cache: Any) -> Tensor:
+    """The same, in pieces; ``cache`` None: the model's own."""
+    name, logits = cache_argument(model), []
+    for piece in (ids[:, :1], *ids[:, 1:-1].split(CACHED_TOKENS, dim=1)):
+        if piece.numel():
+            output = model(piece, use_cache=True, **{name: cache})
+            cache = getattr(output, name)
+            logits.append(output.logits[0].float())
+    return torch.cat(logits).log_softmax(-1)
 
 
 def english_text() -> str:
