@@ -41,9 +41,13 @@ CHUNK = 256
 
 @torch.no_grad()
 def log_probs(model: Any, ids: Tensor, cache: Any) -> Tensor:
-    """Log probabilities [B, T, V] of every token, decoded from a cache: what follows the first token reads what is stored."""
+    """Log probabilities [B, T, V] of every token, decoded from a cache: what follows the first token reads what is stored.
+
+    Tokens may come together, since each reads what is stored of all; but recent ones in 16 bits would move on too far.
+    """
     results, start = [], 0
-    for stop in [1, *range(1 + CHUNK, ids.shape[1], CHUNK), ids.shape[1]]:
+    chunk = 1 if isinstance(cache, FP8KVCache) and cache.settings.num_recent_tokens else CHUNK
+    for stop in [1, *range(1 + chunk, ids.shape[1], chunk), ids.shape[1]]:
         results.append(model(ids[:, start:stop], past_key_values=cache, use_cache=True).logits.float().log_softmax(-1))
         start = stop
     return torch.cat(results, 1)
@@ -123,12 +127,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of another model")
     parser.add_argument("--parts", nargs="+", default=["kl", "long", "needle"], choices=["kl", "long", "needle"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--name", default="kv_quality", help="of the file of results")
     parser.add_argument("--windows", type=int, default=2, help="of 1,000 tokens")
     parser.add_argument("--long", type=int, default=4096, help="tokens of the long text")
     parser.add_argument("--attention", default="torchq", help="attn_implementation")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1000, 4000])
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
+    for name in KINDS.keys() - set(args.kinds):
+        del KINDS[name]
     if args.model:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -152,7 +160,7 @@ def main() -> None:
         results["needle"] = find_needles(model, tokenizer, prompts)
     if args.save:
         save_results(
-            "kv_quality" + "_gemma270" * bool(args.model),
+            args.name,
             {"settings": vars(args) | {"model": bool(args.model)}, "machine_now": machine(), "results": results},
         )
 
