@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchq.kernels import w8a16_cpu
 from torchq.kernels.dispatch import gpu_of
-from torchq.kernels.kv_cache import dequantize_kv
+from torchq.kernels.kv_cache import MAX_KERNEL_DIM, dequantize_kv
 from torchq.kernels.kv_extras import extra_part, mask_of_stored
 from torchq.kernels.registration import register_op
 
@@ -107,7 +107,7 @@ def kv_attention(
     """
     stored = (key_codes, key_scale, key_zero, value_codes, value_scale, value_zero)
     rows = query.shape[2] * (query.shape[1] // key_codes.shape[1])
-    if gpu_of(query.device) is not None and rows <= _KERNEL_ROWS:
+    if gpu_of(query.device) is not None and rows <= _KERNEL_ROWS and query.shape[-1] <= MAX_KERNEL_DIM:
         from torchq.kernels.kv_cache_triton import attention_triton
 
         extra = None

@@ -28,6 +28,8 @@ GROUP_SIZE = 32
 MAX_CODE = {"fp8": 448.0, "int8": 127.0}
 CODE_DTYPE = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
 MIN_SCALE = 2.0**-100
+MAX_KERNEL_DIM = 256
+"""Most channels of a head for the Triton kernels."""
 
 
 class Codes(NamedTuple):
@@ -127,7 +129,7 @@ def kv_append(
             known without waiting for it, tokens that do not fit are left out instead.
     """
     arguments = (key, value, key_codes, key_scale, key_zero, value_codes, value_scale, value_zero, start)
-    if gpu_of(key.device) is not None:
+    if gpu_of(key.device) is not None and max(key.shape[-1], value.shape[-1]) <= MAX_KERNEL_DIM:
         from torchq.kernels.kv_cache_triton import append_triton
 
         if static_scales and key_scale is not None and value_scale is not None:
