@@ -26,8 +26,8 @@ help:  ## list the targets
 demo: $(VENV)/.installed  ## quantize a small real model and show the result (first run: a few minutes)
 	$(VENV)/bin/torchq demo
 
-test: $(VENV)/.installed-dev  ## run the tests
-	HF_HUB_OFFLINE=1 $(VENV)/bin/pytest $(PYTEST_ARGS)
+test: $(VENV)/.installed-dev  ## run the tests, several at a time
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VENV)/bin/pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev  ## check style, format and types
 	$(VENV)/bin/ruff check .
