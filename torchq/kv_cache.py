@@ -31,7 +31,8 @@ class FP8KVCache(Cache):
     Args:
         config: The model's configuration. Sliding-window and hybrid models get the layers they need.
         max_cache_len: Most tokens; memory is allocated for them at once, and the cache works with ``torch.compile`` and CUDA
-            graphs. None: it grows.
+            graphs. None: it grows. Compiled sliding-window models take a padded ``attention_mask`` with torchq's attention;
+            with others ``generate`` makes their masks, outside of what is compiled.
         dtype: ``"fp8"`` (e4m3; the default), ``"int8"`` or ``"int4"`` (asymmetric, groups of 32 channels).
         key_dtype, value_dtype: Other than ``dtype`` for one of both; also ``"16bit"``: the model's dtype. Keys need more bits.
         scales: Static scales for ``"fp8"``: a model that has them (``quantize_(..., kv_cache="fp8")``, or loaded from a
