@@ -83,6 +83,8 @@ COMBINATIONS = [("own", None, EXTRAS), ("own", 80, {}), ("torchq", None, {}), ("
 def test_every_mode_is_that_of_transformers_cache(model_of: Callable[..., Any], kind: str, mode: str) -> None:
     model, options, inputs = model_of(kind), MODES[mode], prompt(padded=mode not in ("assisted", "lookup"))
     if mode == "assisted":
+        if kind == "gemma3" and CACHE == "past_key_values":
+            pytest.skip("with transformers' own cache this fails in releases as old as this one")
         options = {**options, "assistant_model": perturbed(model)}
     if mode == "lookup":
         inputs = {name: tensor.repeat(1, 2) for name, tensor in inputs.items()}

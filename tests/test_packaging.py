@@ -70,11 +70,23 @@ def test_transformers_in_the_checkout_does_not_take_our_folder_for_the_kernels_p
 def test_import_torchq_is_light():
     code = (
         "import sys, torchq, torch\n"
-        "print([m for m in ('transformers', 'accelerate', 'gguf', 'peft') if m in sys.modules])\n"
+        "heavy = ('transformers', 'accelerate', 'gguf', 'peft', 'torchq.kv_cache', 'torchq.kv_layer')\n"
+        "print([m for m in heavy if m in sys.modules])\n"
         "print([m for m in sys.modules if m.startswith('torchq.integrations.')])\n"
         "print(torch.cuda.is_initialized())"
     )
     assert run_python(code, cwd=ROOT).split("\n") == ["[]", "[]", "False"]
+
+
+def test_the_kv_cache_is_imported_when_it_is_used():
+    code = (
+        "import sys, torchq\n"
+        "assert 'FP8KVCache' in torchq.__all__ and 'transformers' not in sys.modules\n"
+        "from torchq import FP8KVCache\n"
+        "from transformers import AttentionInterface\n"
+        "print(FP8KVCache.__module__, 'torchq' in AttentionInterface().valid_keys())"
+    )
+    assert run_python(code, cwd=ROOT) == "torchq.kv_cache True"
 
 
 @pytest.fixture(scope="module")

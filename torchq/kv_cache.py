@@ -31,7 +31,8 @@ class FP8KVCache(Cache):
     Args:
         config: The model's configuration. Sliding-window and hybrid models get the layers they need.
         max_cache_len: Most tokens; memory is allocated for them at once, and the cache works with ``torch.compile`` and CUDA
-            graphs. None: it grows.
+            graphs. None: it grows. Compiled sliding-window models take a padded ``attention_mask`` with torchq's attention;
+            with others ``generate`` makes their masks, outside of what is compiled.
         dtype: ``"fp8"`` (e4m3; the default), ``"int8"`` or ``"int4"`` (asymmetric, groups of 32 channels).
         key_dtype, value_dtype: Other than ``dtype`` for one of both; also ``"16bit"``: the model's dtype. Keys need more bits.
         scales: Static scales for ``"fp8"``: a model that has them (``quantize_(..., kv_cache="fp8")``, or loaded from a
@@ -67,10 +68,7 @@ class FP8KVCache(Cache):
                 raise ValueError(f"{name} must be a number of tokens, 0 or more, got {value!r}")
         if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
             raise ValueError(f"max_cache_len must be a positive number of tokens, or None to grow, got {max_cache_len!r}")
-        key_format = _as_format("key_dtype" if key_dtype is not None else "dtype", key_dtype or dtype, key_dtype is not None)
-        value_format = _as_format(
-            "value_dtype" if value_dtype is not None else "dtype", value_dtype or dtype, value_dtype is not None
-        )
+        key_format, value_format = _as_format("key_dtype", key_dtype, dtype), _as_format("value_dtype", value_dtype, dtype)
         static = _as_scales(scales, key_format, value_format, rotate_keys)
         if rotate_keys is None:
             rotate_keys = key_format in ROTATED
@@ -98,8 +96,9 @@ class FP8KVCache(Cache):
         return f"FP8KVCache({len(self.layers)} layers, keys {settings.key_format}, values {settings.value_format}, {size})"
 
 
-def _as_format(name: str, value: str, alone: bool) -> str:
-    allowed = FORMATS if alone else DTYPES
+def _as_format(name: str, value: str | None, dtype: str) -> str:
+    """The format of keys or values: their own, or that of both."""
+    name, value, allowed = ("dtype", dtype, DTYPES) if value is None else (name, value, FORMATS)
     if value not in allowed:
         raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
     return value
@@ -124,10 +123,18 @@ def _as_scales(
                 "scales: this model has none; quantize it with QuantConfig(..., kv_cache='fp8') and calibration data, "
                 "or leave scales=None"
             )
+    if not isinstance(scales, Mapping):
+        raise TypeError(
+            f"scales must be a model or a mapping of layers to (scale of keys, of values), got {type(scales).__name__}"
+        )
     for layer, pair in scales.items():
-        if len(pair) != 2 or not all(isinstance(s, Tensor) and bool((s > 0).all()) and bool(s.isfinite().all()) for s in pair):
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(map(_is_scale, pair))):
             raise ValueError(f"scales[{layer!r}] must be two tensors of positive, finite numbers (keys, values), got {pair!r}")
     return scales
+
+
+def _is_scale(scale: Any) -> bool:
+    return isinstance(scale, Tensor) and bool(((scale > 0) & scale.isfinite()).all())
 
 
 def _layers(config: PreTrainedConfig, settings: LayerSettings, scales: Mapping[int, tuple[Tensor, Tensor]] | None) -> list[Any]:

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from torchq.kernels.kv_attention import kv_attention
 from torchq.kernels.kv_cache import CODE_DTYPE, GROUP_SIZE, dequantize_kv, kv_append, quantize_kv
-from torchq.kv_side import Side, StoredStates, check_head_dim, hadamard, rotate, without_gradient
+from torchq.kv_side import Side, StoredStates, check_head_dim, hadamard, rotate, rotate_, without_gradient
 
 GROWTH = 128
 """Slots by which a cache without max_cache_len grows: copying it that often is 1 % of what attention reads."""
@@ -101,6 +101,10 @@ class KVCacheLayer(CacheLayerMixin):
         check_head_dim(kv_format, dim)
         codes = new(dim // 2 if kv_format == "int4" else dim, CODE_DTYPE[kv_format], not transposed)
         if static_scale is not None:
+            if static_scale.numel() not in (1, self.num_heads):
+                raise ValueError(
+                    f"scales: a layer of {self.num_heads} heads needs 1 or {self.num_heads}, got {static_scale.numel()}"
+                )
             scale = static_scale.to(self.device, torch.float32).reshape(1, -1, 1, 1)
             return Side(codes, scale.expand(-1, self.num_heads, -1, -1).contiguous(), None, transposed, True)
         groups = dim // GROUP_SIZE if kv_format == "int4" else 1
@@ -271,7 +275,7 @@ class KVCacheLayer(CacheLayerMixin):
             keys, values = (side.read_runs(runs, fmt, self.dtype) for side, fmt in sides)
         if self.extra_keys is not None and self.extra_values is not None:
             self._overlay(keys, values)
-        return rotate(keys, self.rotation), values
+        return rotate_(keys, self.rotation), values
 
     def _overlay(self, keys: Tensor, values: Tensor) -> None:
         """Put the first and the most recent tokens over what was dequantized of them.
@@ -313,7 +317,7 @@ class KVCacheLayer(CacheLayerMixin):
         if self.extra_keys is not None:
             self._mask_offset = first
             self._overlay(*results)
-        return rotate(results[0], self.rotation), results[1]
+        return rotate_(results[0], self.rotation), results[1]
 
     # ------------------------------------------------------------------------------------------------- attention as stored
 

@@ -150,7 +150,16 @@ def rotate(x: Tensor, rotation: Tensor | None) -> Tensor:
     It spreads outlier channels over all, and leaves products of rotated queries and rotated keys what they were; twice is not at
     all (QuaRot, Ashkboos et al. 2024, arXiv:2404.00456).
     """
-    return x if rotation is None else (x.unflatten(-1, (-1, len(rotation))) @ rotation.to(x.dtype)).flatten(-2)
+    return x if rotation is None else (x.reshape(-1, len(rotation)) @ rotation.to(x.dtype)).view(x.shape)
+
+
+def rotate_(x: Tensor, rotation: Tensor | None) -> Tensor:
+    """Do what :func:`rotate` does with [B, H, n, D] in place, without a second tensor of its size."""
+    if rotation is None or torch.compiler.is_compiling():
+        return rotate(x, rotation)
+    for block in x.split(max(1, _BLOCK_VALUES // (x.shape[0] * x.shape[1] * x.shape[3])), 2):
+        block.copy_(rotate(block, rotation))
+    return x
 
 
 def _bytewise(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
