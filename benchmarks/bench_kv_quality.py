@@ -25,7 +25,7 @@ from torchq.testing import smollm2
 
 KINDS: dict[str, dict[str, Any]] = {
     "fp8": {},
-    "fp8, rotated keys": {"rotate_keys": True},
+    "fp8, keys not rotated": {"rotate_keys": False},
     "int8": {"dtype": "int8"},
     "int8, keys not rotated": {"dtype": "int8", "rotate_keys": False},
     "int4": {"dtype": "int4"},
@@ -34,7 +34,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "keys 16 bits, values fp8": {"key_dtype": "16bit", "value_dtype": "fp8"},
     "keys 16 bits, values int8": {"key_dtype": "16bit", "value_dtype": "int8"},
     "keys int8, values int4": {"key_dtype": "int8", "value_dtype": "int4"},
-    "int4, 4 sinks and 128 recent": {"dtype": "int4", "num_sink_tokens": 4, "num_recent_tokens": 128},
 }
 CHUNK = 256
 
@@ -43,11 +42,10 @@ CHUNK = 256
 def log_probs(model: Any, ids: Tensor, cache: Any) -> Tensor:
     """Log probabilities [B, T, V] of every token, decoded from a cache: what follows the first token reads what is stored.
 
-    Tokens may come together, since each reads what is stored of all; but recent ones in 16 bits would move on too far.
+    Tokens may come together, since each reads what is stored of all.
     """
     results, start = [], 0
-    chunk = 1 if isinstance(cache, FP8KVCache) and cache.settings.num_recent_tokens else CHUNK
-    for stop in [1, *range(1 + chunk, ids.shape[1], chunk), ids.shape[1]]:
+    for stop in [1, *range(1 + CHUNK, ids.shape[1], CHUNK), ids.shape[1]]:
         results.append(model(ids[:, start:stop], past_key_values=cache, use_cache=True).logits.float().log_softmax(-1))
         start = stop
     return torch.cat(results, 1)

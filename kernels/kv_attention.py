@@ -7,53 +7,21 @@ many queries, blocks of keys and values are decoded and multiplied one after the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from torchq.kernels import w8a16_cpu
 from torchq.kernels.dispatch import gpu_of
-from torchq.kernels.kv_cache import MAX_KERNEL_DIM, dequantize_kv
+from torchq.kernels.kv_cache import MAX_KERNEL_DIM
 from torchq.kernels.kv_extras import extra_part, mask_of_stored
+from torchq.kernels.kv_products import ALL, Rows, Side, products_of, weighted_sums
 from torchq.kernels.registration import register_op
 
 _BLOCK_VALUES = 1 << 20  # keys or values decoded at a time: 2 MB in 16 bits
 _BLOCK_SCORES = 1 << 22
 _KERNEL_ROWS = 64  # queries times heads per key/value head, up to which the kernel for decoding is used
-_PACK_ROWS, _PACK_COLUMNS, _PACK_ALIGNMENT = 4, 16, 32  # what PyTorch's int8 kernel reads, see kernels/w8a16_cpu.py
-_ALL = slice(None)
-_UP = 2.0**60  # keeps products with codes that are 2^-120 of their values away from the smallest numbers of bfloat16
-
-
-@dataclass(frozen=True)
-class _Side:
-    """Keys (or values, transposed) of some sequences and heads, in their format."""
-
-    codes: Tensor
-    scale: Tensor | None
-    zero: Tensor | None
-    kv_format: str
-
-    def at(self, batch: slice, heads: slice, slots: slice, transposed: bool) -> _Side:
-        """Those of some slots: codes [b, h, n, D], or [b, h, D, n]."""
-        first, count = slots.start, slots.stop - slots.start
-        codes, scale, zero = _take(self.codes, batch, heads), _take(self.scale, batch, heads), _take(self.zero, batch, heads)
-        assert codes is not None
-        if count < codes.shape[3 if transposed else 2]:
-            codes = codes.narrow(3 if transposed else 2, first, count)
-            scale, zero = (None if t is None else t.narrow(3, first, count) for t in (scale, zero))
-        return _Side(codes, scale, zero, self.kv_format)
-
-
-def _take(tensor: Tensor | None, batch: slice, heads: slice) -> Tensor | None:
-    """Some sequences and heads; the tensor itself if it is all of them (each step saved counts for few tokens)."""
-    if tensor is None or (batch == _ALL and heads == _ALL):
-        return tensor
-    return tensor[batch, heads]
 
 
 @register_op("torchq::kv_attention")
@@ -131,11 +99,11 @@ def kv_attention(
             value_format,
             extra=extra,
         )
-    keys, values = _Side(*stored[:3], key_format), _Side(*stored[3:], value_format)
+    keys, values = Side(*stored[:3], key_format), Side(*stored[3:], value_format)
     extras = None
     if extra_keys is not None:
         assert extra_values is not None
-        extras = _Side(extra_keys, None, None, "16bit"), _Side(extra_values.transpose(-1, -2), None, None, "16bit")
+        extras = Side(extra_keys, None, None, "16bit"), Side(extra_values.transpose(-1, -2), None, None, "16bit")
     looking = _Looking(int(length), mask, int(mask_offset), scaling, softcap, window)
     return attention_ref(query, keys, values, extras, num_first, looking, sinks)
 
@@ -216,9 +184,9 @@ class _Looking:
 
 def attention_ref(
     query: Tensor,
-    keys: _Side,
-    values: _Side,
-    extras: tuple[_Side, _Side] | None,
+    keys: Side,
+    values: Side,
+    extras: tuple[Side, Side] | None,
     num_first: int,
     looking: _Looking,
     sinks: Tensor | None,
@@ -227,7 +195,7 @@ def attention_ref(
     b, hq, q, d = query.shape
     h = keys.codes.shape[1]
     rep = hq // h
-    rows = _Rows.of(query.reshape(b, h, rep * q, d), keys.kv_format)
+    rows = Rows.of(query.reshape(b, h, rep * q, d), keys.kv_format)
     dim = values.codes.shape[2] * (2 if values.kv_format == "int4" else 1)
     out = query.new_empty(b, h, rep * q, dim)
     if out.numel() == 0:
@@ -242,45 +210,20 @@ def attention_ref(
         for key, value, slot, first, count in stretches:
             for start in range(0, count, step):
                 slots = slice(slot + start, slot + min(count, start + step))
-                products = _products(block, key.at(batch, heads, slots, False))
+                products = products_of(block, key.at(batch, heads, slots, False))
                 scores = looking.scores(products, batch, heads, first + start, rep)
                 state.add(scores, value.at(batch, heads, slots, True))
         of_heads = None if sinks is None else sinks.view(h, rep, 1)[heads].expand(-1, -1, q).flatten(1)
         result = state.result(of_heads, looking.mask is not None)
-        if batch == _ALL and heads == _ALL:
+        if batch == ALL and heads == ALL:
             return result.to(query.dtype).view(b, hq, q, dim)
         out[batch, heads] = result
     return out.view(b, hq, q, dim)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Queries [b, h, rows, D]; for fast products with int8 also as the sum of two int8 tensors, ``unit`` * (128 * high + low)."""
-
-    rows: Tensor
-    quantized: Tensor | None = None  # [b, h, 2 * rows, D]: high, low
-    unit: Tensor | None = None
-
-    @classmethod
-    def of(cls, rows: Tensor, key_format: str) -> _Rows:
-        if key_format != "int8" or rows.dtype != torch.bfloat16 or not _int8_is_fast(rows):
-            return cls(rows)
-        wide = rows.float()
-        unit = wide.abs().amax(-1, keepdim=True).clamp_min_(1e-30).div_(127.0 * 128)
-        whole = wide.div_(unit).round_()
-        high = (whole / 128).round_()
-        return cls(rows, torch.cat([high, whole.sub_(high, alpha=128)], 2).to(torch.int8), unit)
-
-    def at(self, batch: slice, heads: slice) -> _Rows:
-        if batch == _ALL and heads == _ALL:
-            return self
-        quantized, unit = (None if t is None else t[batch, heads] for t in (self.quantized, self.unit))
-        return _Rows(self.rows[batch, heads], quantized, unit)
-
-
 def _stretches(
-    keys: _Side, values: _Side, extras: tuple[_Side, _Side] | None, num_first: int, looking: _Looking, q: int
-) -> Iterator[tuple[_Side, _Side, int, int, int]]:
+    keys: Side, values: Side, extras: tuple[Side, Side] | None, num_first: int, looking: _Looking, q: int
+) -> Iterator[tuple[Side, Side, int, int, int]]:
     """(Keys, values, first slot, its position, how many): stretches of slots whose positions follow on each other."""
     first, stop = looking.positions(q)
     in_ring = looking.length
@@ -310,11 +253,11 @@ def _head_blocks(b: int, h: int, values_per_head: int) -> Iterator[tuple[slice, 
     """Sequences and heads to take at a time."""
     most = max(1, _BLOCK_VALUES // max(1, values_per_head))
     if most >= b * h:
-        yield _ALL, _ALL
+        yield ALL, ALL
         return
     if most >= h:
         for start in range(0, b, most // h):
-            yield slice(start, min(b, start + most // h)), _ALL
+            yield slice(start, min(b, start + most // h)), ALL
         return
     for sequence in range(b):
         for start in range(0, h, most):
@@ -328,14 +271,14 @@ class _Softmax:
         self.rows, self.dim = rows, dim
         self.most = self.total = self.sums = rows.new_empty(0)
 
-    def add(self, scores: Tensor, values: _Side) -> None:
+    def add(self, scores: Tensor, values: Side) -> None:
         """Take a block: scores [b, h, rows, n], values [b, h, Dv, n]."""
         first = self.most.numel() == 0
         most = scores.amax(-1, keepdim=True)
         most = most if first else torch.maximum(most, self.most)
         shift = most.clamp_min(torch.finfo(most.dtype).min)  # where all is hidden
         weights = scores.sub_(shift).exp_()
-        total, sums = weights.sum(-1, keepdim=True), _weighted_sums(weights, values, self.rows.dtype)
+        total, sums = weights.sum(-1, keepdim=True), weighted_sums(weights, values, self.rows.dtype)
         if not first:
             decay = (self.most - shift).exp_()
             total, sums = total.addcmul_(self.total, decay), sums.addcmul_(self.sums, decay)
@@ -350,116 +293,3 @@ class _Softmax:
             total = total + (sinks.to(total.dtype)[None, :, :, None] - self.most).exp_()
         result = self.sums.div_(total)
         return result.masked_fill_(self.total == 0, 0) if masked else result
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _compute_dtype(query: Tensor) -> torch.dtype:
-    """bfloat16 stays, also float16 on a GPU; everything else is computed in float32 (float64)."""
-    if query.dtype == torch.bfloat16 or (query.dtype == torch.float16 and query.device.type != "cpu"):
-        return query.dtype
-    return _accumulator(query.dtype)
-
-
-def _products(rows: _Rows, keys: _Side) -> Tensor:
-    """Inner products [b, h, rows, n] of queries with keys, float32 (float64)."""
-    dtype = _compute_dtype(rows.rows)
-    if rows.quantized is not None and keys.kv_format == "int8":
-        return _int8_products(rows, keys)
-    if keys.kv_format == "fp8" and keys.codes.device.type == "cpu" and dtype == torch.bfloat16:
-        assert keys.scale is not None
-        return _wide_products(rows.rows * _UP, _small_fp8(keys.codes)).mul_(keys.scale * _UP)
-    scale = None if keys.scale is None else keys.scale.transpose(-1, -2)
-    zero = None if keys.zero is None else keys.zero.transpose(-1, -2)
-    return _wide_products(rows.rows.to(dtype), dequantize_kv(keys.codes, scale, zero, keys.kv_format, dtype))
-
-
-def _wide_products(rows: Tensor, keys: Tensor) -> Tensor:
-    """Products of tensors of one dtype, in no less than float32.
-
-    A CPU rounds sums of bfloat16 products to bfloat16, which is too little for scores. What was lost comes from a second product,
-    from which the first is subtracted before it is rounded.
-    """
-    flat, keys_t = rows.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)
-    sums = torch.bmm(flat, keys_t)
-    if sums.dtype in (torch.bfloat16, torch.float16):
-        sums = sums.float().add_(torch.baddbmm(sums, flat, keys_t, beta=-1))
-    return sums.view(*rows.shape[:3], -1)
-
-
-def _weighted_sums(weights: Tensor, values: _Side, query_dtype: torch.dtype) -> Tensor:
-    """Sums [b, h, rows, Dv] of values weighted by ``weights`` [b, h, rows, n]."""
-    cpu_bfloat16 = query_dtype == torch.bfloat16 and weights.device.type == "cpu"
-    if values.kv_format == "int8" and cpu_bfloat16 and _int8_is_fast(weights) and values.codes.shape[2] % _PACK_ROWS == 0:
-        assert values.scale is not None
-        return _int8_sums((weights * values.scale).to(torch.bfloat16), values.codes)
-    if values.kv_format == "fp8" and cpu_bfloat16:
-        assert values.scale is not None
-        weighted, up = (weights * values.scale * _UP).to(torch.bfloat16), _UP
-        decoded = _small_fp8(values.codes)
-    else:
-        dtype = query_dtype if query_dtype in (torch.bfloat16, torch.float16) else weights.dtype
-        if query_dtype == torch.float16 and weights.device.type == "cpu":
-            dtype = torch.float32
-        weighted, up = weights.to(dtype), 1.0
-        scale = None if values.scale is None else values.scale.transpose(-1, -2)
-        zero = None if values.zero is None else values.zero.transpose(-1, -2)
-        codes = values.codes.transpose(-1, -2)
-        decoded = dequantize_kv(codes, scale, zero, values.kv_format, dtype).transpose(-1, -2)
-    sums = torch.bmm(weighted.flatten(0, 1), decoded.flatten(0, 1).transpose(1, 2))
-    return sums.to(weights.dtype).mul_(up).view(*weights.shape[:3], -1)
-
-
-def _small_fp8(codes: Tensor) -> Tensor:
-    """e4m3 values times 2^-120, in bfloat16: their bits moved to where bfloat16 has them (:func:`torchq.kernels.fp8.decode_fp8`).
-
-    Processors may take those below 2^-6 (of at most 448) for 0, an error of less than 2^-14 of a token's largest value.
-    """
-    return codes.view(torch.int8).to(torch.int16).mul_(16).bitwise_and_(-0x7810).view(torch.bfloat16)
-
-
-def _int8_is_fast(rows: Tensor) -> bool:
-    """Whether PyTorch has faster kernels for products of these [b, h, rows, ...] with int8 than for those in 16 bits."""
-    return rows.device.type == "cpu" and rows.shape[2] <= w8a16_cpu.MAX_NATIVE_TOKENS and _has_int8_kernels()
-
-
-@functools.cache
-def _has_int8_kernels() -> bool:
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and w8a16_cpu.is_available()
-
-
-def _int8_products(rows: _Rows, keys: _Side) -> Tensor:
-    """Products with int8 keys: exact, but for the queries' having 15 bits."""
-    assert rows.quantized is not None and rows.unit is not None and keys.scale is not None
-    b, h, twice, _ = rows.quantized.shape
-    sums = torch.empty(b * h, twice, keys.codes.shape[2], dtype=torch.int32)
-    keys_t = keys.codes.flatten(0, 1).transpose(1, 2)
-    for row, head, out in zip(rows.quantized.flatten(0, 1).unbind(), keys_t.unbind(), sums.unbind(), strict=True):
-        torch._int_mm(row, head, out=out)
-    high, low = sums.view(b, h, 2, twice // 2, -1).unbind(2)
-    return torch.add(low, high, alpha=128).mul(keys.scale.float()).mul_(rows.unit)
-
-
-def _int8_sums(weights: Tensor, codes: Tensor) -> Tensor:
-    """Sums [b, h, rows, D] of int8 codes [b, h, D, n] weighted by bfloat16 weights [b, h, rows, n]."""
-    dim, n = codes.shape[2:]
-    padded = -(-n // _PACK_COLUMNS) * _PACK_COLUMNS
-    sums = []
-    copy = codes.new_zeros(dim, padded) if n != padded else None
-    weights = weights if n == padded else F.pad(weights, (0, padded - n))
-    for row, head in zip(weights.flatten(0, 1).unbind(), codes.flatten(0, 1).unbind(), strict=True):
-        if copy is not None:
-            copy[:, :n] = head
-            head = copy
-        elif not head.is_contiguous() or head.data_ptr() % _PACK_ALIGNMENT:
-            head = head.clone(memory_format=torch.contiguous_format)
-        row = row if row.data_ptr() % _PACK_ALIGNMENT == 0 else row.clone()
-        sums.append(torch._weight_int8pack_mm(row, head, _ones(dim)))
-    return torch.stack(sums).float().view(*weights.shape[:3], dim)
-
-
-@functools.cache
-def _ones(size: int) -> Tensor:
-    return torch.ones(size, dtype=torch.bfloat16)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchq.kernels import kv_attention as module
+from torchq.kernels import kv_products
 from torchq.kernels.kv_attention import kv_attention
 from torchq.kernels.kv_cache import kv_append
 from torchq.testing import assert_within_dtype_error
@@ -212,7 +213,7 @@ def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(module, "_BLOCK_VALUES", size)
         monkeypatch.setattr(module, "_BLOCK_SCORES", size)
     elif request.param == "no int8 kernels":
-        monkeypatch.setattr(module, "_has_int8_kernels", lambda: False)
+        monkeypatch.setattr(kv_products, "_has_int8_kernels", lambda: False)
 
 
 @pytest.mark.parametrize("value_format", FORMATS)
