@@ -1,4 +1,4 @@
-"""First and most recent tokens in 16 bits beside the GPU kernel (in the interpreter), against the block by block computation."""
+"""What layers give the GPU kernels (in the interpreter), against the computation block by block: 16-bit tokens, static scales."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import LlamaConfig, MistralConfig
 
 from torchq import FP8KVCache
-from torchq.kernels import kv_attention
+from torchq.kernels import kv_attention, kv_cache
 from torchq.kernels.dispatch import Gpu
 
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 1}
@@ -59,5 +59,28 @@ def test_sliding_layers(apart: Callable[[Callable[[], None]], None]) -> None:
     def check() -> None:
         for tokens in (20, 32, 33, 70):
             both_ways(MISTRAL, 1, tokens, 4, 5, "none")
+
+    apart(check)
+
+
+@pytest.mark.parametrize("scale", [torch.tensor([0.01]), torch.tensor([0.01, 0.02])], ids=["of tensors", "of heads"])
+def test_static_scales(scale: Tensor, apart: Callable[[Callable[[], None]], None]) -> None:
+    def check() -> None:
+        torch.manual_seed(0)
+        query, *states = (torch.randn(2, heads, count, 64) for heads, count in ((4, 1), (2, 9), (2, 9), (2, 1), (2, 1)))
+        results = []
+        for gpu in (None, Gpu("sm_90", 1)):
+            layer = FP8KVCache(LLAMA, 64, scales={0: (scale, 2 * scale)}).layers[0]
+            patched = pytest.MonkeyPatch()
+            for module in (kv_attention, kv_cache):
+                patched.setattr(module, "gpu_of", lambda device, gpu=gpu: gpu)
+            layer.update(*states[:2])
+            layer.update(*states[2:])
+            codes = [side.codes.view(torch.uint8) for side in (layer.key, layer.value)]
+            results.append((layer.attend(query, None, 0.2), *codes))
+            patched.undo()
+        (expected, *codes), (actual, *gpu_codes) = results
+        assert all(torch.equal(*pair) for pair in zip(codes, gpu_codes, strict=True))
+        assert (actual - expected).norm() < 1e-3 * expected.norm()
 
     apart(check)
