@@ -25,7 +25,7 @@ from torchq.testing import smollm2
 
 KINDS: dict[str, dict[str, Any]] = {
     "fp8": {},
-    "fp8, keys not rotated": {"rotate_keys": False},
+    "fp8, rotated keys": {"rotate_keys": True},
     "int8": {"dtype": "int8"},
     "int8, keys not rotated": {"dtype": "int8", "rotate_keys": False},
     "int4": {"dtype": "int4"},

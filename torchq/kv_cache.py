@@ -37,8 +37,8 @@ class FP8KVCache(Cache):
         scales: Static scales for ``"fp8"``: a model that has them (``quantize_(..., kv_cache="fp8")``, or loaded from a
             checkpoint with ``kv_cache_scheme``), or layer index -> (scale of keys, of values), float32 [1] or [H]. None: one per
             token and head, measured.
-        rotate_keys: Whether keys are stored multiplied by a Hadamard matrix, which spreads outlier channels. None: if they are
-            quantized, and not by static scales.
+        rotate_keys: Whether keys are stored multiplied by a Hadamard matrix, which spreads outlier channels. None: for
+            ``"int8"`` and ``"int4"`` keys; for fp8 it depends on the model which is better.
         num_sink_tokens: How many of the first tokens stay in 16 bits as well (not in sliding layers).
         num_recent_tokens: How many of the last ones do.
 
@@ -70,7 +70,7 @@ class FP8KVCache(Cache):
         key_format, value_format = _as_format("key_dtype", key_dtype, dtype), _as_format("value_dtype", value_dtype, dtype)
         static = _as_scales(scales, key_format, value_format, rotate_keys)
         if rotate_keys is None:
-            rotate_keys = key_format != "16bit" and static is None
+            rotate_keys = key_format in ("int8", "int4")
         decoder = config.get_text_config(decoder=True)
         settings = LayerSettings(
             key_format,
