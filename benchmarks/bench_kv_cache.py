@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -66,13 +65,7 @@ def speed(row: dict[str, Any], base: dict[str, Any], what: str) -> list[str]:
 def measure(shape: str, tokens: int, seconds: float) -> list[dict[str, Any]]:
     heads, kv_heads, dim = SHAPES[shape]
     num_layers = max(2, CACHES_BYTES // (4 * tokens * kv_heads * dim))
-    config = LlamaConfig(
-        hidden_size=heads * dim,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        num_hidden_layers=num_layers,
-        head_dim=dim,
-    )
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": num_layers, "head_dim": dim}
     module = nn.Module().eval()
     module.num_key_value_groups, module.is_causal = heads // kv_heads, True
     keys, values = (torch.randn(1, kv_heads, tokens, dim).bfloat16() for _ in range(2))
@@ -83,10 +76,7 @@ def measure(shape: str, tokens: int, seconds: float) -> list[dict[str, Any]]:
         for attention in ("torchq", "sdpa"):
             if attention == "sdpa" and name != "fp8":
                 continue
-            own = SimpleNamespace(_attn_implementation=attention)
-            cache = FP8KVCache(config, **options)  # type: ignore[arg-type]
-            for layer in cache.layers:
-                object.__setattr__(layer.settings, "reads_stored", lambda own=own: own._attn_implementation == "torchq")
+            cache = FP8KVCache(LlamaConfig(**sizes, attn_implementation=attention), **options)
             layers[name + ", returned in 16 bits" * (attention == "sdpa")] = cache.layers
     for group in layers.values():
         for layer in group:

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from torchq import FP8KVCache
-from torchq.evaluation.divergence import english_text, token_windows
+from torchq.evaluation.divergence import cached_log_probs, english_text, token_windows
 from torchq.testing import smollm2
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -39,28 +39,16 @@ CHUNK = 256
 
 
 @torch.no_grad()
-def log_probs(model: Any, ids: Tensor, cache: Any) -> Tensor:
-    """Log probabilities [B, T, V] of every token, decoded from a cache: what follows the first token reads what is stored.
-
-    Tokens may come together, since each reads what is stored of all.
-    """
-    results, start = [], 0
-    for stop in [1, *range(1 + CHUNK, ids.shape[1], CHUNK), ids.shape[1]]:
-        results.append(model(ids[:, start:stop], past_key_values=cache, use_cache=True).logits.float().log_softmax(-1))
-        start = stop
-    return torch.cat(results, 1)
-
-
 def divergence(model: Any, windows: list[Tensor], buckets: list[int]) -> dict[str, Any]:
     """KL to the plain cache by kind: mean, standard error (over positions), by position bucket, share of top tokens changed."""
     rows: dict[str, Any] = {name: {"kl": [], "flips": []} for name in KINDS}
     for window in windows:
         ids = window[None]
-        base = log_probs(model, ids, DynamicCache(config=model.config))
+        base = cached_log_probs(model, ids, DynamicCache(config=model.config), CHUNK)
         for name, options in KINDS.items():
-            other = log_probs(model, ids, FP8KVCache(model.config, **options))
-            rows[name]["kl"].append((base.exp() * (base - other)).sum(-1)[0])
-            rows[name]["flips"].append((base.argmax(-1) != other.argmax(-1))[0].float())
+            other = cached_log_probs(model, ids, FP8KVCache(model.config, **options), CHUNK)
+            rows[name]["kl"].append((base.exp() * (base - other)).sum(-1))
+            rows[name]["flips"].append((base.argmax(-1) != other.argmax(-1)).float())
             del other
     results = {}
     for name, found in rows.items():

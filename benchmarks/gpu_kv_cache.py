@@ -14,12 +14,12 @@ from gpu_report import BASE_KV, print_kv_cache
 from gpu_timing import Plan, limits_of, num_copies, time_runs
 from torch import Tensor
 
+from torchq.kernels.kv_cache import CODE_DTYPE, FORMATS, GROUP_SIZE, dequantize_stored
 from torchq.kernels.kv_cache_triton import append_triton, attention_triton
 
 if TYPE_CHECKING:
     from gpu_session import Session
 
-FORMATS = ("fp8", "int8", "int4", "16bit")
 BITS = {"fp8": 8, "int8": 8, "int4": 4}
 MOST_TOKENS = 1 << 18  # of a batch, for what makes float32 copies of everything: the check, and transformers' cache
 
@@ -78,28 +78,19 @@ class Cache:
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, T, D] that the codes stand for, float32."""
-        return _dense(*self.keys), _dense(self.values[0].transpose(2, 3), *self.values[1:])
-
-
-def _dense(codes: Tensor, scale: Tensor | None, zero: Tensor | None) -> Tensor:
-    if scale is None:
-        return codes.float()
-    codes = (codes.float() if zero is None else torch.cat((codes & 15, codes >> 4), -1).float()).unflatten(
-        -1, (scale.shape[2], -1)
-    )
-    if zero is not None:
-        codes = codes - zero.transpose(2, 3).unsqueeze(-1) / 16
-    return (codes * scale.transpose(2, 3).float().unsqueeze(-1)).flatten(-2)
+        sides = ((self.keys, False), (self.values, True))
+        keys, values = (dequantize_stored(*side, self.form, torch.float32, transposed) for side, transposed in sides)
+        return keys, values
 
 
 def random_cache(form: str, sizes: Sizes, plan: Plan) -> Cache:
     """Return a cache of normal keys and values, appended in pieces; its length lies on the device."""
-    shape, types = (sizes.batch, sizes.heads), {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
+    shape = (sizes.batch, sizes.heads)
     dim = sizes.dim // 2 if form == "int4" else sizes.dim
-    groups = sizes.dim // 32 if form == "int4" else 1
+    groups = sizes.dim // GROUP_SIZE if form == "int4" else 1
     sides = []
     for codes_shape in ((sizes.tokens, dim), (dim, sizes.tokens)):
-        codes = torch.empty(*shape, *codes_shape, dtype=types.get(form, plan.dtype), device=plan.device)
+        codes = torch.empty(*shape, *codes_shape, dtype=CODE_DTYPE.get(form, plan.dtype), device=plan.device)
         scale = zero = None
         if form != "16bit":
             scale = torch.empty(*shape, groups, sizes.tokens, dtype=torch.bfloat16, device=plan.device)

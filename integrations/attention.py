@@ -54,6 +54,8 @@ def torchq_attention(
             "train with use_cache=False and another implementation, or call model.eval()"
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention_mask is None and not kwargs.get("is_causal", getattr(module, "is_causal", True)):
+        attention_mask = query.new_ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool)  # encoders, cross attention
     if stored:
         out = key.layer.attend(query, attention_mask, scaling, softcap or 0.0, s_aux)
     else:

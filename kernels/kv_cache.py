@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from torchq.kernels.dispatch import gpu_of
-from torchq.kernels.fp8 import decode_fp8
+from torchq.kernels.fp8 import FP8_MAX, decode_fp8
 from torchq.kernels.registration import register_op
 
 FORMATS = ("fp8", "int8", "int4", "16bit")
 GROUP_SIZE = 32
-MAX_CODE = {"fp8": 448.0, "int8": 127.0}
+MAX_CODE = {"fp8": FP8_MAX, "int8": 127.0}
 CODE_DTYPE = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
 MIN_SCALE = 2.0**-100
 MAX_KERNEL_DIM = 256
@@ -89,6 +89,14 @@ def dequantize_kv(codes: Tensor, scale: Tensor | None, zero: Tensor | None, kv_f
         return ((halves - zero) * scale.unsqueeze(-1).to(wide)).flatten(-2).to(dtype)
     values = decode_fp8(codes, torch.float32).to(wide) if kv_format == "fp8" else codes.to(wide)
     return (values * scale.to(wide)).to(dtype)
+
+
+def dequantize_stored(
+    codes: Tensor, scale: Tensor | None, zero: Tensor | None, kv_format: str, dtype: torch.dtype, transposed: bool
+) -> Tensor:
+    """Return [B, H, n, D] in ``dtype`` of keys, or of values (``transposed``), as a cache holds them."""
+    scale, zero = (None if t is None else t.transpose(-1, -2) for t in (scale, zero))
+    return dequantize_kv(codes.transpose(-1, -2) if transposed else codes, scale, zero, kv_format, dtype)
 
 
 @register_op("torchq::kv_append", mutates_args=["key_codes", "key_scale", "key_zero", "value_codes", "value_scale", "value_zero"])

@@ -44,7 +44,7 @@ def extra_part(
     scores = torch.einsum("bhrqd,bhed->bhrqe", rows, extra_keys.float()) * scaling
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
-    position, allowed = _positions(length, extra, num_first, query.device)
+    _, position, allowed = positions_of(length, extra, num_first)
     newest = (length - q + torch.arange(q, device=query.device))[:, None]
     allowed = allowed & (position > newest - window) if window else allowed.expand(q, -1)
     if mask is None:
@@ -81,10 +81,9 @@ def mask_of_stored(
     return (mask & stored if mask.dtype == torch.bool else mask.masked_fill(~stored, -torch.inf)), mask_offset
 
 
-def _positions(length: Tensor, extra: int, num_first: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Positions of the 16-bit slots, and whether there is a token there yet."""
-    slot = torch.arange(extra, device=device)
+def positions_of(length: Tensor, extra: int, num_first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(Slots, their positions, whether there is a token there yet) of 16-bit tokens: the first ones, then a ring."""
+    slot = torch.arange(extra, device=length.device)
     newest = length - 1
     recent = newest - (newest - slot) % max(1, extra - num_first)
-    position = torch.where(slot < num_first, slot, recent)
-    return position, (slot <= newest) & ((slot < num_first) | (position >= num_first))
+    return slot, torch.where(slot < num_first, slot, recent), slot <= newest

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchq.kernels import w8a16_cpu
-from torchq.kernels.kv_cache import dequantize_kv
+from torchq.kernels.kv_cache import dequantize_stored
 
 _PACK_ROWS, _PACK_COLUMNS, _PACK_ALIGNMENT = 4, 16, 32  # what PyTorch's int8 kernel reads, see kernels/w8a16_cpu.py
 ALL = slice(None)
@@ -74,28 +74,22 @@ class Rows:
         return Rows(self.rows[batch, heads], quantized, unit)
 
 
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _compute_dtype(query: Tensor) -> torch.dtype:
+def _compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """bfloat16 stays, also float16 on a GPU; everything else is computed in float32 (float64)."""
-    if query.dtype == torch.bfloat16 or (query.dtype == torch.float16 and query.device.type != "cpu"):
-        return query.dtype
-    return _accumulator(query.dtype)
+    narrow = dtype == torch.bfloat16 or (dtype == torch.float16 and device.type != "cpu")
+    return dtype if narrow or dtype == torch.float64 else torch.float32
 
 
 def products_of(rows: Rows, keys: Side) -> Tensor:
     """Inner products [b, h, rows, n] of queries with keys, float32 (float64)."""
-    dtype = _compute_dtype(rows.rows)
+    dtype = _compute_dtype(rows.rows.dtype, rows.rows.device)
     if rows.quantized is not None and keys.kv_format == "int8":
         return _int8_products(rows, keys)
     if keys.kv_format == "fp8" and keys.codes.device.type == "cpu" and dtype == torch.bfloat16:
         assert keys.scale is not None
         return _wide_products(rows.rows * _UP, _small_fp8(keys.codes)).mul_(keys.scale * _UP)
-    scale = None if keys.scale is None else keys.scale.transpose(-1, -2)
-    zero = None if keys.zero is None else keys.zero.transpose(-1, -2)
-    return _wide_products(rows.rows.to(dtype), dequantize_kv(keys.codes, scale, zero, keys.kv_format, dtype))
+    stored = (keys.codes, keys.scale, keys.zero, keys.kv_format)
+    return _wide_products(rows.rows.to(dtype), dequantize_stored(*stored, dtype, transposed=False))
 
 
 def _wide_products(rows: Tensor, keys: Tensor) -> Tensor:
@@ -120,17 +114,12 @@ def weighted_sums(weights: Tensor, values: Side, query_dtype: torch.dtype) -> Te
     if values.kv_format == "fp8" and cpu_bfloat16:
         assert values.scale is not None
         weighted, up = (weights * values.scale * _UP).to(torch.bfloat16), _UP
-        decoded = _small_fp8(values.codes)
+        decoded = _small_fp8(values.codes).transpose(-1, -2)
     else:
-        dtype = query_dtype if query_dtype in (torch.bfloat16, torch.float16) else weights.dtype
-        if query_dtype == torch.float16 and weights.device.type == "cpu":
-            dtype = torch.float32
+        dtype = _compute_dtype(query_dtype, weights.device)
         weighted, up = weights.to(dtype), 1.0
-        scale = None if values.scale is None else values.scale.transpose(-1, -2)
-        zero = None if values.zero is None else values.zero.transpose(-1, -2)
-        codes = values.codes.transpose(-1, -2)
-        decoded = dequantize_kv(codes, scale, zero, values.kv_format, dtype).transpose(-1, -2)
-    sums = torch.bmm(weighted.flatten(0, 1), decoded.flatten(0, 1).transpose(1, 2))
+        decoded = dequantize_stored(values.codes, values.scale, values.zero, values.kv_format, dtype, transposed=True)
+    sums = torch.bmm(weighted.flatten(0, 1), decoded.flatten(0, 1))
     return sums.to(weights.dtype).mul_(up).view(*weights.shape[:3], -1)
 
 

@@ -276,3 +276,19 @@ def test_padding_changes_nothing(tiny_decoder: Callable[..., Any], dtype: str, i
         expected = generate(model, FP8KVCache(model.config, most, dtype=dtype), alone, max_new_tokens=20)
         assert torch.equal(found[0][:1, 7:], expected[0])
         torch.testing.assert_close(found[1][:, :1], expected[1], rtol=1e-4, atol=1e-4)
+
+
+def test_an_encoder_with_a_soft_cap_looks_both_ways() -> None:
+    from transformers import AutoModelForSeq2SeqLM, T5GemmaConfig, T5GemmaModuleConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
+    part = T5GemmaModuleConfig(**sizes, num_key_value_heads=1, vocab_size=200, sliding_window=8)
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(T5GemmaConfig(encoder=part, decoder=part, vocab_size=200)).eval()
+    ids = torch.randint(3, 200, (2, 12))
+    logits = []
+    for implementation in ("eager", "torchq"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            logits.append(model(input_ids=ids, decoder_input_ids=ids[:, :5], use_cache=False).logits)
+    torch.testing.assert_close(*logits)

@@ -68,7 +68,7 @@ def test_at_once_and_one_by_one_are_the_same_bytes(dtype: str, most: int | None,
         for side in ("key", "value"):
             read = [getattr(c.layers[0], side) for c in (at_once, cache)]
             slots = [torch.arange(newest.start, newest.stop) % c.layers[0].slots for c in (at_once, cache)]
-            a, b = (s.read(where, dtype, torch.float64) for s, where in zip(read, slots, strict=True))
+            a, b = (s.read(where, torch.float64) for s, where in zip(read, slots, strict=True))
             assert torch.equal(a, b)
         assert torch.equal(at_once.layers[0].extra_keys[:, :, :-1], cache.layers[0].extra_keys[:, :, :-1])
         assert torch.equal(at_once.layers[0].extra_values[:, :, :-1], cache.layers[0].extra_values[:, :, :-1])

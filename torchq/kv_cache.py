@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from torchq.integrations import attention
 from torchq.kernels.kv_cache import FORMATS
 from torchq.kv_layer import KVCacheLayer, LayerSettings
+from torchq.kv_scales import is_usable, kv_scales
 from torchq.kv_side import check_head_dim
 
 DTYPES = FORMATS[:3]
@@ -114,8 +115,6 @@ def _as_scales(
     if rotate_keys:
         raise ValueError("scales are those of keys that are not rotated; leave rotate_keys=None")
     if isinstance(scales, nn.Module):
-        from torchq.kv_scales import kv_scales
-
         scales = kv_scales(scales)
         if not scales:
             raise ValueError(
@@ -127,13 +126,9 @@ def _as_scales(
             f"scales must be a model or a mapping of layers to (scale of keys, of values), got {type(scales).__name__}"
         )
     for layer, pair in scales.items():
-        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(map(_is_scale, pair))):
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(s, Tensor) and is_usable(s) for s in pair)):
             raise ValueError(f"scales[{layer!r}] must be two tensors of positive, finite numbers (keys, values), got {pair!r}")
     return scales
-
-
-def _is_scale(scale: Any) -> bool:
-    return isinstance(scale, Tensor) and bool(((scale > 0) & scale.isfinite()).all())
 
 
 def _layers(config: PreTrainedConfig, settings: LayerSettings, scales: Mapping[int, tuple[Tensor, Tensor]] | None) -> list[Any]:

@@ -12,10 +12,11 @@ from transformers.cache_utils import CacheLayerMixin
 
 from torchq.kernels.kv_attention import kv_attention
 from torchq.kernels.kv_cache import CODE_DTYPE, GROUP_SIZE, dequantize_kv, kv_append, quantize_kv
+from torchq.kernels.kv_extras import positions_of
 from torchq.kv_side import Side, StoredStates, check_head_dim, hadamard, rotate, rotate_, without_gradient
 
 GROWTH = 128
-"""Slots by which a cache without max_cache_len grows: copying it that often is 1 % of what attention reads."""
+"""Slots by which a cache without max_cache_len grows: copying it that often is 2 % of what attention reads."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class KVCacheLayer(CacheLayerMixin):
                 raise ValueError(f"dtype: {self.device} has no {dtype} for a KV cache ({error}); use dtype='int8'") from error
 
         if kv_format == "16bit":
-            return Side(new(dim, self.dtype, not transposed), None, None, transposed)
+            return Side(new(dim, self.dtype, not transposed), None, None, kv_format, transposed)
         check_head_dim(kv_format, dim)
         codes = new(dim // 2 if kv_format == "int4" else dim, CODE_DTYPE[kv_format], not transposed)
         if static_scale is not None:
@@ -106,10 +107,10 @@ class KVCacheLayer(CacheLayerMixin):
                     f"scales: a layer of {self.num_heads} heads needs 1 or {self.num_heads}, got {static_scale.numel()}"
                 )
             scale = static_scale.to(self.device, torch.float32).reshape(1, -1, 1, 1)
-            return Side(codes, scale.expand(-1, self.num_heads, -1, -1).contiguous(), None, transposed, True)
+            return Side(codes, scale.expand(-1, self.num_heads, -1, -1).contiguous(), None, kv_format, transposed, True)
         groups = dim // GROUP_SIZE if kv_format == "int4" else 1
         zero = new(groups, torch.uint8, False) if kv_format == "int4" else None
-        return Side(codes, new(groups, torch.bfloat16, False), zero, transposed)
+        return Side(codes, new(groups, torch.bfloat16, False), zero, kv_format, transposed)
 
     def _buffers(self) -> Iterator[Tensor]:
         for side in (self.key, self.value):
@@ -256,13 +257,13 @@ class KVCacheLayer(CacheLayerMixin):
 
     def _read(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values in 16 bits, in order, of the positions that get_mask_sizes gave for the last ``tokens``."""
-        sides = ((self.key, self.settings.key_format), (self.value, self.settings.value_format))
+        sides = (self.key, self.value)
         if self.is_compileable:
             if self.wraps:
                 slots = (self._mask_offset + torch.arange(self.slots, device=self.device)) % self.slots
-                keys, values = (side.read(slots, fmt, self.dtype) for side, fmt in sides)
+                keys, values = (side.read(slots, self.dtype) for side in sides)
             else:
-                keys, values = (side.read_runs([(0, self.slots)], fmt, self.dtype) for side, fmt in sides)
+                keys, values = (side.read_runs([(0, self.slots)], self.dtype) for side in sides)
         else:
             stop = self._host_length()
             first = max(0, stop - (self._window - 1 + tokens)) if self.is_sliding else 0
@@ -272,7 +273,7 @@ class KVCacheLayer(CacheLayerMixin):
                 slot = position % self.slots
                 runs.append((slot, min(stop - position, self.slots - slot)))
                 position += runs[-1][1]
-            keys, values = (side.read_runs(runs, fmt, self.dtype) for side, fmt in sides)
+            keys, values = (side.read_runs(runs, self.dtype) for side in sides)
         if self.extra_keys is not None and self.extra_values is not None:
             self._overlay(keys, values)
         return rotate_(keys, self.rotation), values
@@ -283,10 +284,8 @@ class KVCacheLayer(CacheLayerMixin):
         A slot that is not filled yet belongs to a position still to come, which every mask hides.
         """
         assert self.extra_keys is not None and self.extra_values is not None
-        slot = torch.arange(self.num_first + self.num_recent, device=self.device)
-        newest = self.length - 1
-        wrapped = newest - (newest - slot) % max(1, self.num_recent)
-        position = torch.where((slot < self.num_first) | (slot > newest), slot, wrapped) - self._mask_offset
+        slot, position, filled = positions_of(self.length, self.num_first + self.num_recent, self.num_first)
+        position = torch.where(filled, position, slot) - self._mask_offset
         if not self.is_compileable:  # no columns for positions to come
             kept = (position >= 0) & (position < keys.shape[2])
             slot, position = slot[kept], position[kept]
@@ -297,8 +296,7 @@ class KVCacheLayer(CacheLayerMixin):
         """The window of a static sliding layer, before ``tokens`` more overwrite it: (first position, keys, values)."""
         first = (self.length - (self._window - 1)).clamp_min(0)
         slot = (first + torch.arange(self._window - 1, device=self.device)) % self.slots
-        keys = self.key.read(slot, self.settings.key_format, self.dtype)
-        return first, keys, self.value.read(slot, self.settings.value_format, self.dtype)
+        return first, self.key.read(slot, self.dtype), self.value.read(slot, self.dtype)
 
     def _with_past(self, past: tuple[Tensor, Tensor, Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The window and new tokens after it, as they are stored, in 16 bits."""
@@ -306,12 +304,10 @@ class KVCacheLayer(CacheLayerMixin):
         tokens = keys.shape[2]
         position = self.length - tokens - first + torch.arange(tokens, device=self.device)
         results = []
-        for old, new, side, kv_format in zip(
-            sides, (keys, values), (self.key, self.value), (self.settings.key_format, self.settings.value_format), strict=True
-        ):
-            codes = quantize_kv(new, kv_format, side.scale if side.static else None)
+        for old, new, side in zip(sides, (keys, values), (self.key, self.value), strict=True):
+            codes = quantize_kv(new, side.kv_format, side.scale if side.static else None)
             scale = side.scale if side.static else codes.scale
-            stored = dequantize_kv(codes.codes, scale, codes.zero, kv_format, self.dtype)
+            stored = dequantize_kv(codes.codes, scale, codes.zero, side.kv_format, self.dtype)
             room = old.new_zeros(*old.shape[:2], tokens, old.shape[3])
             results.append(torch.cat([old, room], 2).index_copy(2, position, stored))
         if self.extra_keys is not None:
@@ -349,14 +345,12 @@ class KVCacheLayer(CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether ``crop`` can restore what was before."""
-        return not self.wraps_over() or self.record_past
-
-    def wraps_over(self) -> bool:
-        """Whether a sliding layer may have overwritten tokens that a crop would bring back into its window."""
-        if self.sliding_window is None or not self.is_initialized:
-            return self.is_sliding and not (self.is_compileable and (self.settings.max_cache_len or 0) <= self._window)
-        return self.wraps and self._host_length() > self.slots
+        """Whether ``crop`` can restore what was before: a sliding layer overwrites what would come back into its window."""
+        if self.record_past or not self.is_sliding:
+            return True
+        if not self.is_initialized:  # a fixed size of no more than the window never wraps
+            return self.settings.max_cache_len is not None and self.settings.max_cache_len <= self._window
+        return not self.wraps or self._host_length() <= self.slots
 
     def activate_past_recording(self) -> None:
         """Keep what a sliding layer would drop, until the next crop (assisted decoding)."""
@@ -372,7 +366,7 @@ class KVCacheLayer(CacheLayerMixin):
         if tokens_to_remove == 0 or not self.is_initialized:
             return
         removed = min(-tokens_to_remove, self._host_length())
-        if self.wraps and not self.record_past and self._host_length() > self.slots:
+        if not self.is_croppable:
             raise RuntimeError(
                 "crop: this sliding layer has already overwritten the tokens that would come back into its window; call "
                 "activate_past_recording() on the cache before its first use (a cache with max_cache_len cannot)"
@@ -390,9 +384,8 @@ class KVCacheLayer(CacheLayerMixin):
         unused = self.num_first + self.num_recent
         slot = torch.where(position < self.num_first, unused, self._recent_slot(position))
         source = position.clamp_min(0) % self.slots
-        keys = self.key.read(source, self.settings.key_format, self.dtype)
-        self.extra_keys.index_copy_(2, slot, keys)
-        self.extra_values.index_copy_(2, slot, self.value.read(source, self.settings.value_format, self.dtype))
+        self.extra_keys.index_copy_(2, slot, self.key.read(source, self.dtype))
+        self.extra_values.index_copy_(2, slot, self.value.read(source, self.dtype))
 
     def reset(self) -> None:
         """Forget all tokens; memory stays allocated."""
@@ -422,9 +415,3 @@ class KVCacheLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some of the sequences."""
         self._map_sequences(lambda t: t[indices, ...], in_place=False)
-
-    def offload(self) -> None:
-        """Not done: a quantized layer stays where it is."""
-
-    def prefetch(self) -> None:
-        """Nothing to bring back, see :meth:`offload`."""

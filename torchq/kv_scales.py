@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-FP8_MAX = 448.0  # largest finite e4m3 value
+from torchq.kernels.fp8 import FP8_MAX
+
 SCALE_NAMES = ("k_scale", "v_scale")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchq.kernels.kv_cache import GROUP_SIZE, dequantize_kv
+from torchq.kernels.kv_cache import GROUP_SIZE, dequantize_stored
 
 if TYPE_CHECKING:
     from torchq.kv_layer import KVCacheLayer
@@ -30,6 +30,7 @@ class Side:
     codes: Tensor
     scale: Tensor | None
     zero: Tensor | None
+    kv_format: str
     transposed: bool
     static: bool = False
 
@@ -50,7 +51,7 @@ class Side:
             by_tokens = name == "codes" and not self.transposed
             setattr(self, name, _bytewise(tensor, partial(change, dim=2 if by_tokens else -1)))
 
-    def read(self, slots: slice | Tensor, kv_format: str, dtype: torch.dtype) -> Tensor:
+    def read(self, slots: slice | Tensor, dtype: torch.dtype) -> Tensor:
         """Dequantize [B, H, n, D]."""
 
         def pick(tensor: Tensor | None, dim: int) -> Tensor | None:
@@ -62,27 +63,20 @@ class Side:
 
         codes = pick(self.codes, 3 if self.transposed else 2)
         assert codes is not None
-        scale, zero = pick(self.scale, 3), pick(self.zero, 3)
-        return dequantize_kv(
-            codes.transpose(-1, -2) if self.transposed else codes,
-            None if scale is None else scale.transpose(-1, -2),
-            None if zero is None else zero.transpose(-1, -2),
-            kv_format,
-            dtype,
-        )
+        return dequantize_stored(codes, pick(self.scale, 3), pick(self.zero, 3), self.kv_format, dtype, self.transposed)
 
-    def read_runs(self, runs: list[tuple[int, int]], kv_format: str, dtype: torch.dtype) -> Tensor:
+    def read_runs(self, runs: list[tuple[int, int]], dtype: torch.dtype) -> Tensor:
         """Dequantize the (first slot, how many) of ``runs`` into one tensor, without wide intermediates of its size."""
         if torch.compiler.is_compiling() and len(runs) == 1:
-            return self.read(slice(runs[0][0], sum(runs[0])), kv_format, dtype)
+            return self.read(slice(runs[0][0], sum(runs[0])), dtype)
         b, h, *shape = self.codes.shape
-        dim = shape[0 if self.transposed else 1] * (2 if kv_format == "int4" else 1)
+        dim = shape[0 if self.transposed else 1] * (2 if self.kv_format == "int4" else 1)
         out = torch.empty(b, h, sum(n for _, n in runs), dim, dtype=dtype, device=self.codes.device)
         step, target = max(1, _BLOCK_VALUES // (b * h * dim)), 0
         for slot, count in runs:
             for start in range(slot, slot + count, step):
                 stop = min(slot + count, start + step)
-                out[:, :, target : target + stop - start] = self.read(slice(start, stop), kv_format, dtype)
+                out[:, :, target : target + stop - start] = self.read(slice(start, stop), dtype)
                 target += stop - start
         return out
 

@@ -68,8 +68,8 @@ def measure_divergence(
     nll = torch.zeros(2, dtype=torch.float64)
     for window in windows:
         ids = window.unsqueeze(0)
-        base_log_probs = _log_probs(base, ids) if cache is None else _cached_log_probs(base, ids, None)
-        quantized_log_probs = _log_probs(quantized, ids) if cache is None else _cached_log_probs(quantized, ids, cache())
+        base_log_probs = _log_probs(base, ids) if cache is None else cached_log_probs(base, ids, None)
+        quantized_log_probs = _log_probs(quantized, ids) if cache is None else cached_log_probs(quantized, ids, cache())
         if base_log_probs.shape != quantized_log_probs.shape:
             raise ValueError(
                 f"base and quantized must share a vocabulary, got {base_log_probs.shape[-1]} and {quantized_log_probs.shape[-1]}"
@@ -100,10 +100,20 @@ def _log_probs(model: nn.Module, ids: Tensor) -> Tensor:
     return model(ids).logits[0, :-1].float().log_softmax(-1)
 
 
-def _cached_log_probs(model: nn.Module, ids: Tensor, cache: Any) -> Tensor:
-    """The same, in pieces; ``cache`` None: the model's own."""
+def cached_log_probs(model: nn.Module, ids: Tensor, cache: Any, num_tokens: int = CACHED_TOKENS) -> Tensor:
+    """Return log-probabilities of the tokens after the first, decoded from a cache.
+
+    Args:
+        model: A causal language model.
+        ids: Token ids, [1, T].
+        cache: An empty cache; None: the model's own.
+        num_tokens: Tokens of each call but the first, which has one.
+
+    Returns:
+        [T - 1, V] float32.
+    """
     name, logits = cache_argument(model), []
-    for piece in (ids[:, :1], *ids[:, 1:-1].split(CACHED_TOKENS, dim=1)):
+    for piece in (ids[:, :1], *ids[:, 1:-1].split(num_tokens, dim=1)):
         if piece.numel():
             output = model(piece, use_cache=True, **{name: cache})
             cache = getattr(output, name)
