@@ -66,6 +66,7 @@ def measure(shape: str, tokens: int, seconds: float) -> list[dict[str, Any]]:
     heads, kv_heads, dim = SHAPES[shape]
     num_layers = max(2, CACHES_BYTES // (4 * tokens * kv_heads * dim))
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": num_layers, "head_dim": dim}
+    sizes["hidden_size"] = heads * dim
     module = nn.Module().eval()
     module.num_key_value_groups, module.is_causal = heads // kv_heads, True
     keys, values = (torch.randn(1, kv_heads, tokens, dim).bfloat16() for _ in range(2))

@@ -282,9 +282,12 @@ def test_an_encoder_with_a_soft_cap_looks_both_ways() -> None:
     from transformers import AutoModelForSeq2SeqLM, T5GemmaConfig, T5GemmaModuleConfig
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
-    part = T5GemmaModuleConfig(**sizes, num_key_value_heads=1, vocab_size=200, sliding_window=8)
+    parts = {
+        part: T5GemmaModuleConfig(**sizes, num_key_value_heads=1, vocab_size=200, sliding_window=8)
+        for part in ("encoder", "decoder")
+    }
     torch.manual_seed(0)
-    model = AutoModelForSeq2SeqLM.from_config(T5GemmaConfig(encoder=part, decoder=part, vocab_size=200)).eval()
+    model = AutoModelForSeq2SeqLM.from_config(T5GemmaConfig(**parts, vocab_size=200)).eval()
     ids = torch.randint(3, 200, (2, 12))
     logits = []
     for implementation in ("eager", "torchq"):

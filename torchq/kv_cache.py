@@ -17,6 +17,7 @@ from torchq.kernels.kv_cache import FORMATS
 from torchq.kv_layer import KVCacheLayer, LayerSettings
 from torchq.kv_scales import is_usable, kv_scales
 from torchq.kv_side import check_head_dim
+from torchq.plan import layer_shape
 
 DTYPES = FORMATS[:3]
 
@@ -142,14 +143,14 @@ def _layers(config: PreTrainedConfig, settings: LayerSettings, scales: Mapping[i
     for index, (layer, other, of_layer) in enumerate(zip(own, others, configs, strict=False)):
         static = None if scales is None else scales.get(index)
         if type(layer) is DynamicLayer or type(layer) is DynamicSlidingWindowLayer:
-            head_dim = getattr(of_layer, "head_dim", None) or (
-                getattr(of_layer, "hidden_size", 0) // getattr(of_layer, "num_attention_heads", 1)
-            )
-            for kv_format in (settings.key_format, settings.value_format):
-                check_head_dim(kv_format, head_dim)
+            window = getattr(layer, "sliding_window", None)
+            if "int4" in (settings.key_format, settings.value_format):
+                shape = layer_shape(of_layer, window)
+                check_head_dim(settings.key_format, shape.key_dim)
+                check_head_dim(settings.value_format, shape.value_dim)
             if scales is not None and static is None:
                 raise ValueError(f"scales has none for layer {index}")
-            layers.append(KVCacheLayer(settings, getattr(layer, "sliding_window", None), static))
+            layers.append(KVCacheLayer(settings, window, static))
         elif type(layer) is LinearAttentionLayer or type(layer).__name__ == "DummyLayer":
             layers.append(other)  # no keys and values in there
         else:

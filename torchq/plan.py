@@ -22,7 +22,7 @@ _COUNTED = "layers of full, sliding and linear attention are"
 
 
 @dataclass(frozen=True)
-class _Layer:
+class LayerShape:
     """What one layer stores: heads, channels of keys and of values, and how many tokens it keeps at most."""
 
     heads: int
@@ -31,6 +31,7 @@ class _Layer:
     window: int | None
 
     def bytes_per_token(self, key_format: str, value_format: str) -> int:
+        """Of one sequence, scales and zero points included."""
         return self.heads * (_side_bytes(key_format, self.key_dim) + _side_bytes(value_format, self.value_dim))
 
 
@@ -98,7 +99,7 @@ def tokens_that_fit(config: Any, num_bytes: float, batch: int = 1, kv_cache: str
     return tokens + int(left // growing) if growing else None
 
 
-def _kept(layer: _Layer, tokens: int) -> int:
+def _kept(layer: LayerShape, tokens: int) -> int:
     return tokens if layer.window is None else min(tokens, layer.window)
 
 
@@ -122,7 +123,7 @@ def _side_bytes(kv_format: str, dim: int) -> int:
     return {"16bit": 2 * dim, "fp8": dim + 2, "int8": dim + 2, "fp8_static": dim}[kv_format]
 
 
-def _layers(config: Any, formats: tuple[str, str]) -> list[_Layer]:
+def _layers(config: Any, formats: tuple[str, str]) -> list[LayerShape]:
     """The layers that keep keys and values: those that transformers' own cache has for this model."""
     from transformers import DynamicCache, PreTrainedConfig
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
@@ -139,7 +140,7 @@ def _layers(config: Any, formats: tuple[str, str]) -> list[_Layer]:
     for index, cached in enumerate(own):
         plain = type(cached) is DynamicLayer or type(cached) is DynamicSlidingWindowLayer
         if plain or (isinstance(cached, DynamicLayer) and isinstance(cached, LinearAttentionLayer)):
-            layer = _layer(each[index], getattr(cached, "sliding_window", None))
+            layer = layer_shape(each[index], getattr(cached, "sliding_window", None))
             for kv_format, dim in zip(formats, (layer.key_dim, layer.value_dim), strict=True):
                 check_head_dim(kv_format, dim)
             layers.append(layer)
@@ -151,11 +152,11 @@ def _layers(config: Any, formats: tuple[str, str]) -> list[_Layer]:
     return layers
 
 
-def _layer(config: Any, window: int | None) -> _Layer:
+def layer_shape(config: Any, window: int | None) -> LayerShape:
     """Heads and channels, by the names that configurations have for them."""
     latent = getattr(config, "kv_lora_rank", None)
     if latent:  # multi-head latent attention: transformers keeps latents for all heads, and the part that rotary embeddings turn
-        return _Layer(1, latent, config.qk_rope_head_dim, window)
+        return LayerShape(1, latent, config.qk_rope_head_dim, window)
 
     def setting(name: str) -> Any:
         own = getattr(config, f"swa_{name}", None) if window is not None else None  # of sliding layers (Inkling)
@@ -168,4 +169,4 @@ def _layer(config: Any, window: int | None) -> _Layer:
     heads = setting("num_key_value_heads") or heads
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         heads = 1  # Falcon, GPT-BigCode
-    return _Layer(heads, head_dim, getattr(config, "v_head_dim", None) or head_dim, window)
+    return LayerShape(heads, head_dim, getattr(config, "v_head_dim", None) or head_dim, window)
